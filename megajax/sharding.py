@@ -107,12 +107,12 @@ class Placement:
     @cached_property
     def storage_axes(self) -> tuple[str, ...]:
         """Mesh axes that shard the weight in storage only, in the order of its shards."""
-        return () if self.storage_dim is None else _axes(self.spec[self.storage_dim] or ())
+        return () if self.storage_dim is None else mesh_axes(self.spec[self.storage_dim])
 
     @cached_property
     def replicated_axes(self) -> tuple[str, ...]:
         """Mesh axes that the stored weight is not sharded over."""
-        used = {axis for entry in self.spec for axis in _axes(entry or ())}
+        used = {axis for entry in self.spec for axis in mesh_axes(entry)}
         return tuple(axis for axis in AXES if axis not in used)
 
 
@@ -163,14 +163,14 @@ def place(
                 raise indivisible(axis, "tensor")
             entry, kv_groups = None, sizes["tensor"] // size
         if axis == "embed":
-            shards = math.prod(sizes[name] for name in _axes(entry or ()))
+            shards = math.prod(sizes[name] for name in mesh_axes(entry))
             stored[dim] = -(-size // shards) * shards
         elif axis == "layers":
             assert layers is not None and len(layers) % sizes["pipeline"] == 0, (layers, sizes)
             stored[dim] = len(layers)
         else:
-            if size % math.prod(sizes[name] for name in _axes(entry or ())):
-                raise indivisible(axis, *_axes(entry or ()))
+            if size % math.prod(sizes[name] for name in mesh_axes(entry)):
+                raise indivisible(axis, *mesh_axes(entry))
         spec.append(entry)
     storage_dim = axes.index("embed") if "embed" in axes else None
     return Placement(shape, axes, P(*spec), tuple(stored), storage_dim, kv_groups, layers)
@@ -182,7 +182,7 @@ def place_in_use(shape: tuple[int, ...], axes: tuple[str, ...], sizes: Mapping[s
     A dimension that an axis does not divide is whole on its devices.
     """
     table = _rules(axes, (), EXPERT_AXES) | {"layers": None}
-    entries = [dividing(size, _axes(table[axis] or ()), sizes) for size, axis in zip(shape, axes, strict=True)]
+    entries = [dividing(size, mesh_axes(table[axis]), sizes) for size, axis in zip(shape, axes, strict=True)]
     if "embed" in axes:
         used = {axis for entry in entries for axis in entry}
         left = tuple(axis for axis in SHARED_AXES if axis not in used)
@@ -229,6 +229,11 @@ def place_all(
     return {name: place(tuple(p.shape), p.axes, sizes, layers(name, p), experts_over) for name, p in parameters.items()}
 
 
+def below[Value](values: Mapping[str, Value], prefix: str) -> dict[str, Value]:
+    """The values whose names begin with `prefix`, by the rest of their names."""
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+
+
 def is_in_layer(name: str) -> bool:
     """Whether a parameter of this name, of the model, its encoder, its tower or a teacher, is one of its layers'."""
     return name.removeprefix(TEACHER).removeprefix(ENCODER).removeprefix(VISION).startswith(BLOCKS)
@@ -270,7 +275,7 @@ def unpadded_spec(placement: Placement, sizes: Mapping[str, int]) -> P:
     order, `pipeline` is treated like a storage axis: then each device has a share of all layers and reorders it without
     communication.
     """
-    entries = [_axes(entry or ()) for entry in placement.spec]
+    entries = [mesh_axes(entry) for entry in placement.spec]
     storage, moving = placement.storage_dim, ()
     if storage is not None:
         moving, entries[storage] = entries[storage], ()
@@ -285,5 +290,6 @@ def unpadded_spec(placement: Placement, sizes: Mapping[str, int]) -> P:
     return P(*(entry or None for entry in entries))
 
 
-def _axes(entry: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry
+def mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes of an entry of a spec."""
+    return (entry,) if isinstance(entry, str) else entry or ()

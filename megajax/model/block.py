@@ -26,6 +26,7 @@ from megajax.model.parameters import check_declared, parameters
 from megajax.model.sublayer import MAX_SCORE, LayerContext, Metrics, State, Sublayer, Weights, declare_norm, normalise
 from megajax.ops.barriers import not_repeated
 from megajax.schema.fields import cached
+from megajax.sharding import below
 
 FIRST = "_lora_a"  # after a linear layer's name: its adapter's first matrix
 BRANCHES = 2**31 + 2**16  # folded into a step's key; below it are numbers of nodes
@@ -148,13 +149,13 @@ class Block(nnx.Module):
         """`x [T / tensor, D]` → (x, metrics). `weights` are from `fuse`, `ctx.state` is the whole block's."""
         metrics, read = Metrics(), x
         for branch, (name, part) in enumerate(self.parts.items()):
-            part_weights = of_part(weights, name)
+            part_weights = below(weights, f"{name}.")
             if name in self.parallel:
-                first = of_part(weights, self.parallel[name])
+                first = below(weights, f"{self.parallel[name]}.")
                 part_weights |= {norm: first[norm] for norm in ("norm", "norm_bias") if norm in first}
             else:
                 read = x
-            returned = part.apply(part_weights, read, replace(ctx, state=of_part(ctx.state, name)))
+            returned = part.apply(part_weights, read, replace(ctx, state=below(ctx.state, f"{name}.")))
             y, found = _term_and_metrics(part, x, ctx, returned)
             if self.config.norm_placement != "before":
                 # The backward pass needs y. Without the barrier XLA keeps the terms of its sum over `tensor` instead.
@@ -240,7 +241,7 @@ class Block(nnx.Module):
         """The state `[L, ...]` of this kind's layers after a step; `metrics [L, ...]` are summed over all devices."""
         out: dict[str, jax.Array] = {}
         for name, part in self.parts.items():
-            own = of_part(state, name)
+            own = below(state, f"{name}.")
             new = part.updated_state(own, metrics)
             if {n: jnp.shape(a) for n, a in new.items()} != {n: a.shape for n, a in own.items()}:
                 problem = f"{type(part).__name__}.updated_state returns another state than it gets"
@@ -309,12 +310,6 @@ def fuse(
         if present:
             weights[name] = jnp.concatenate(present, axis=-1)
     return weights
-
-
-def of_part(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The values by name within a part."""
-    prefix = f"{name}."
-    return {n.removeprefix(prefix): value for n, value in values.items() if n.startswith(prefix)}
 
 
 def _merge_heads(w: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -8,10 +8,11 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.config import ModelConfig
 from megajax.layout.kinds import layer_kinds
 from megajax.layout.prediction_modules import MTP
-from megajax.model.block import BLOCK_CLASSES, Block, of_part
+from megajax.model.block import BLOCK_CLASSES, Block
 from megajax.model.comm import Comm
 from megajax.model.parameters import declare
 from megajax.model.sublayer import LayerContext, Metrics, Weights, declare_norm, normalise
+from megajax.sharding import below
 
 
 class Join(nnx.Module):
@@ -59,7 +60,7 @@ class PredictionBlock(Block):
         """`x [T / tensor, 2D]`, the embedding beside the module's input → (its normalised output `[T / tensor, D]`,
         metrics).
         """
-        x, metrics = super().apply(weights, self.join(of_part(weights, "join"), x, ctx.comm), ctx)
+        x, metrics = super().apply(weights, self.join(below(weights, "join."), x, ctx.comm), ctx)
         return normalise(self.config, x, weights["final_norm"], weights.get("final_norm_bias")), metrics
 
 

@@ -44,7 +44,7 @@ from megajax.options.registered import OBJECTIVES, replaces_head
 from megajax.schema.fields import cached
 from megajax.schema.model import LAYERS
 from megajax.schema.objective import ObjectiveConfig
-from megajax.sharding import ENCODER, VISION
+from megajax.sharding import ENCODER, VISION, below
 
 
 @cached
@@ -136,7 +136,7 @@ class Transformer(nnx.Module):
             fields = with_document_fields(fields, fields.get("segment_ids"))
             streams[self.encoder.NAME] = self.encode(self.encoder, weights, fields, sequences, inputs.dropout_key)
         elif self.encoder is not None:
-            streams[self.encoder.NAME] = self.encoder.apply(_below(weights, ENCODER), fields, Comm())
+            streams[self.encoder.NAME] = self.encoder.apply(below(weights, ENCODER), fields, Comm())
         if self.vision is not None and INDEX in fields:
             streams[self.vision.NAME] = self.embed_images(self.vision, weights, fields, sequences)
         if (flags := two_sided_tokens(self.config, fields)) is not None:
@@ -158,13 +158,13 @@ class Transformer(nnx.Module):
         x = self.embed_tokens(weights, fields[TOKENS].reshape(-1))
         if inputs.dropout_key is not None:
             x = ops.dropout(x, self.config.dropout, jax.random.fold_in(inputs.dropout_key, 0), inputs.token_ids)
-        own = _below(weights, ENCODER)
+        own = below(weights, ENCODER)
         x, _ = _through(encoder, own, x, inputs)
         return normalise(encoder.config, x, own["final_norm"], own.get("final_norm_bias"))
 
     def embed_images(self, tower: VisionTower, weights: Weights, fields: State, sequences: jax.Array) -> jax.Array:
         """The image embeddings of a vision tower, on one device: fields `[B, patches, ...]` → `[embeddings, D]`."""
-        own, fields = _below(weights, VISION), with_images(tower, fields)
+        own, fields = below(weights, VISION), with_images(tower, fields)
         inputs = tower.inputs(fields, sequences, Comm())
         x, outputs = _through(tower, own, tower.embed(own, fields, Comm()), inputs)
         return tower.project(own, x, [outputs[layer] for layer in tower.vision.deepstack_layers], Comm())
@@ -223,11 +223,6 @@ def two_sided_tokens(config: ModelConfig, fields: State) -> jax.Array | None:
     return fields[INDEX] >= 0 if is_of_images else None
 
 
-def _below(weights: Weights, prefix: str) -> dict[str, Any]:
-    """The weights of an encoder or a tower, by the names within it."""
-    return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
-
-
 def _through(
     second: SecondLayers, weights: Weights, x: jax.Array, inputs: BlockInputs
 ) -> tuple[jax.Array, list[jax.Array]]:
@@ -250,8 +245,8 @@ def apply_layer(
 ) -> tuple[jax.Array, Metrics]:
     """A layer of a stack on one device, from the weights and states of all of them."""
     kind = kind_of_layer(config, layer)
-    row, prefix = stacked_layers(config)[kind.block].index(layer), f"blocks.{kind.block}."
-    layer_weights = {name.removeprefix(prefix): w[row] for name, w in weights.items() if name.startswith(prefix)}
+    row = stacked_layers(config)[kind.block].index(layer)
+    layer_weights = {name: w[row] for name, w in below(weights, f"blocks.{kind.block}.").items()}
     state = {name: a[row] for name, a in states.get(kind.block, {}).items()}
     block = blocks[kind.block]
     return block.apply(block.fuse(layer_weights), x, LayerContext(Comm(), inputs, layer, kind, state=state))

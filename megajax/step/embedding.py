@@ -18,10 +18,21 @@ from megajax.layout.kinds import IMAGES
 from megajax.model.sublayer import BlockInputs, normalise, scale_embeddings
 from megajax.model.vision import INDEX, place_images
 from megajax.ops.barriers import not_repeated
-from megajax.ops.numerics import add_rows, added
+from megajax.ops.numerics import add_rows
 from megajax.parallel import collectives
 from megajax.parallel.mesh_comm import MeshComm
-from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table, plus
+from megajax.step.nodes import (
+    HIDDEN,
+    Arrays,
+    Field,
+    Microbatch,
+    Results,
+    StepArrays,
+    Streams,
+    Table,
+    plus,
+    plus_weights,
+)
 from megajax.step_plan import StepPlan
 from megajax.weights.sums import after_microbatch, of_microbatch
 from megajax.weights.weight import row_major
@@ -113,7 +124,7 @@ class Embedding:
         (dx,) = self._dropout_gradients(dx, inputs)
         if norms := {name: weights[name] for name in NORMS if name in weights}:
             of_norms, dx = jax.vjp(self._norm, norms, self._rows(weights, batch))[1](dx)
-            out |= {name: added(out[name], gradient) for name, gradient in of_norms.items()}
+            out = plus_weights(out, of_norms)
         updates = scale_embeddings(self.model, dx)
         if INDEX in batch:  # these tokens have image embeddings
             updates = jnp.where(self.comm.local_tokens(batch[INDEX].reshape(-1))[:, None] >= 0, 0, updates)

@@ -6,11 +6,10 @@ from typing import Any
 import jax
 
 from megajax.model.encoder import Encoder
-from megajax.ops.numerics import added
 from megajax.options.registered import ENCODER_KIND
 from megajax.parallel.mesh_comm import MeshComm
-from megajax.sharding import ENCODER
-from megajax.step.nodes import Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
+from megajax.sharding import ENCODER, below
+from megajax.step.nodes import Arrays, Field, Microbatch, Results, StepArrays, Streams, Table, plus_weights
 from megajax.step.stack.vjp import Residuals
 from megajax.step_plan import StepPlan
 
@@ -41,7 +40,7 @@ class EncoderNode:
         self, arrays: StepArrays, saved: Any, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
         (own,) = saved.pull(self._weights(arrays.table))(gradients[self.NAME].astype(self.dtype))
-        return {}, table | {name: added(table[name], gradient) for name, gradient in own.items()}, Results()
+        return {}, plus_weights(table, own), Results()
 
     def _weights(self, table: Arrays) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """(the encoder's weights that have gradients, the others) by canonical name."""
@@ -50,5 +49,4 @@ class EncoderNode:
 
     @jax.named_scope("encoder")
     def _run(self, trained: Arrays, frozen: Arrays, fields: Arrays) -> jax.Array:
-        weights = {name.removeprefix(ENCODER): w for name, w in {**frozen, **trained}.items()}
-        return self.encoder.apply(weights, fields, self.comm).astype(self.dtype)
+        return self.encoder.apply(below({**frozen, **trained}, ENCODER), fields, self.comm).astype(self.dtype)

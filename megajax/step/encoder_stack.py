@@ -9,12 +9,11 @@ from megajax.model.cross_attention import END_OF_KEYS, FIRST_KEY
 from megajax.model.encoder_layers import ENDS, SEGMENTS, STARTS, TOKENS, EncoderLayers, bias_stream
 from megajax.model.sublayer import RELATIVE_BIAS, BlockInputs, normalise
 from megajax.ops import documents_of, same_documents
-from megajax.ops.numerics import added
 from megajax.options.registered import ENCODER_KIND
 from megajax.sharding import ENCODER
 from megajax.step.embedding import TOKENS as TABLE
 from megajax.step.embedding import Embedding
-from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
+from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table, plus_weights
 from megajax.step.second_stack import SecondStack
 from megajax.step_plan import StepPlan
 from megajax.weights.weight import WeightDtypes
@@ -62,8 +61,7 @@ class EncoderStack(SecondStack):
     ) -> Table:
         rows = _rows(sums)
         sums = sums | self.embedding.add_gradients(rows, _rows(table), _tokens(batch), inputs, dx[HIDDEN])
-        of_bias = {ENCODER + name: gradient for name, gradient in dx.items() if name != HIDDEN}
-        return sums | {name: added(sums[name], gradient) for name, gradient in of_bias.items()}
+        return plus_weights(sums, {ENCODER + name: gradient for name, gradient in dx.items() if name != HIDDEN})
 
     def after(self, weights: Arrays, x: jax.Array, *between: jax.Array) -> jax.Array:
         return normalise(self.encoder.config, x, weights["final_norm"], weights.get("final_norm_bias"))
@@ -83,7 +81,7 @@ class RelativeBias:
     def backward(
         self, arrays: StepArrays, saved: Any, gradients: Streams, batch: Microbatch, table: Table
     ) -> tuple[Streams, Table, Results]:
-        return {}, table | {RELATIVE_BIAS: added(table[RELATIVE_BIAS], gradients[RELATIVE_BIAS])}, Results()
+        return {}, plus_weights(table, {RELATIVE_BIAS: gradients[RELATIVE_BIAS]}), Results()
 
 
 def _rows(table: Arrays) -> dict[str, jax.Array]:

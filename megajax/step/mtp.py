@@ -19,11 +19,10 @@ from megajax.layout.prediction_modules import MODULES, MTP
 from megajax.model.block import Block
 from megajax.model.sublayer import BlockInputs, normalise
 from megajax.ops.barriers import not_before
-from megajax.ops.numerics import added
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.step.embedding import TOKENS, Embedding
 from megajax.step.head import NORMS, LossHead
-from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
+from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table, plus_weights
 from megajax.step.stack.layers import LayerStack
 from megajax.step.stack.remat_groups import StreamGradients
 from megajax.step.stack.stack_weights import ByGroup, GroupMetrics, GroupWeights
@@ -108,7 +107,7 @@ class MultiTokenPrediction:
             found.insert(0, (gradient,))
             amax.insert(0, (largest,))
         dnorms, dx_of_modules = pull(dh)
-        table = {**table, **{name: added(table[name], g) for name, g in dnorms.items()}}
+        table = plus_weights(table, dnorms)
         gradients, metrics = (
             gradients | {HIDDEN: dx + dx_of_modules, **of_streams},
             [(each.metrics,) for each in passes],

@@ -109,6 +109,11 @@ def plus(gradients: Streams, new: Streams) -> Streams:
     return gradients | {name: gradients[name] + dx if name in gradients else dx for name, dx in new.items()}
 
 
+def plus_weights(table: Table, gradients: Arrays) -> Table:
+    """`table` plus the gradients of some of its weights."""
+    return table | {name: added(table[name], gradient) for name, gradient in gradients.items()}
+
+
 class InnerNode(Protocol):
     """Turns streams into streams."""
 

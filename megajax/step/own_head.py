@@ -8,11 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.errors import ConfigError, array_form, counted
-from megajax.ops.numerics import added
 from megajax.schema.model import ModelConfig
-from megajax.sharding import OBJECTIVE
+from megajax.sharding import OBJECTIVE, below
 from megajax.step.head import NORMS
-from megajax.step.nodes import HIDDEN, Arrays, Microbatch, Results, StepArrays, Streams, Table, plus
+from megajax.step.nodes import HIDDEN, Arrays, Microbatch, Results, StepArrays, Streams, Table, plus, plus_weights
 from megajax.step.objective_bases import Elementwise, Objective, Segment, masked_sums
 
 
@@ -29,8 +28,7 @@ class OwnHead(Objective):
     @jax.named_scope("head")
     def of_hidden(self, function: Callable, weights: Arrays, x: jax.Array, fields: Arrays) -> Any:
         """`function` of the parameters, the hidden states of this device's `x [T / tensor, D]`, and their fields."""
-        own = {name.removeprefix(OBJECTIVE): w for name, w in weights.items() if name.startswith(OBJECTIVE)}
-        return function(own, self.head.norm(weights, x), fields)
+        return function(below(weights, OBJECTIVE), self.head.norm(weights, x), fields)
 
     def of_trained(
         self, function: Callable, arrays: StepArrays, streams: Streams, fields: Arrays, table: Table
@@ -57,8 +55,7 @@ class OwnHead(Objective):
 def with_gradients(pulled: tuple[Arrays, jax.Array], gradients: Streams, table: Table) -> tuple[Streams, Table]:
     """What the pullback of `OwnHead.of_trained` gives, added to the gradients of the streams and to the table's."""
     of_weights, dx = pulled
-    summed = {name: added(table[name], gradient) for name, gradient in of_weights.items()}
-    return plus(gradients, {HIDDEN: dx}), table | summed
+    return plus(gradients, {HIDDEN: dx}), plus_weights(table, of_weights)
 
 
 class Hidden(OwnHead, Elementwise):

@@ -12,9 +12,9 @@ import jax
 
 from megajax.model.second_layers import SecondLayers
 from megajax.model.sublayer import BlockInputs
-from megajax.ops.numerics import added
 from megajax.parallel.mesh_comm import MeshComm
-from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
+from megajax.sharding import below
+from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table, plus_weights
 from megajax.step.stack.layers import LayerStack
 from megajax.step_plan import StepPlan
 from megajax.weights.table import block_weights
@@ -105,8 +105,7 @@ class SecondStack:
         trained = {name: w for name, w in own.items() if self.prefix + name in sums}
         _, pull = jax.vjp(lambda trained, *x: function({**own, **trained}, *x), trained, *x)
         of_weights, *of_x = pull(dy)
-        new = {self.prefix + name: gradient for name, gradient in of_weights.items()}
-        return sums | {name: added(sums[name], gradient) for name, gradient in new.items()}, *of_x
+        return plus_weights(sums, {self.prefix + name: gradient for name, gradient in of_weights.items()}), *of_x
 
     def own(self, whole: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """A field of whole sequences, as from `whole` → this device's part, of `shape` `[M, B, length / context]`."""
@@ -120,5 +119,4 @@ class SecondStack:
 
     def weights(self, table: Arrays, after: bool) -> dict[str, jax.Array]:
         """The stack's weights of the table, those that `after` reads or the others, by the names within the stack."""
-        own = {name.removeprefix(self.prefix): w for name, w in table.items() if name.startswith(self.prefix)}
-        return {name: w for name, w in own.items() if name.startswith(self.AFTER) == after}
+        return {name: w for name, w in below(table, self.prefix).items() if name.startswith(self.AFTER) == after}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from megajax.model.sublayer import normalise, scale_head
 from megajax.parallel.mesh_comm import MeshComm
-from megajax.sharding import TEACHER, is_in_layer
+from megajax.sharding import TEACHER, below
 from megajax.step.embedding import Embedding
 from megajax.step.head import LossHead
 from megajax.step.nodes import HIDDEN, Arrays, Field, Microbatch, Results, StepArrays, Streams, Table
@@ -38,7 +38,7 @@ class Teacher:
         return {"tokens": Field(jnp.int32)}
 
     def forward(self, arrays: StepArrays, streams: Streams, batch: Microbatch, save: bool) -> tuple[Streams, None]:
-        table, nothing = of_teacher(arrays.table), dict.fromkeys(("dropout_key", "jitter_key", "adapter_key"))
+        table, nothing = below(arrays.table, TEACHER), dict.fromkeys(("dropout_key", "jitter_key", "adapter_key"))
         inputs = replace(batch.inputs, **nothing, layer_loss_scale=None)
         x = self.embedding.embed(table, batch.fields, inputs)
         own, _ = self.stack.forward(arrays, {HIDDEN: x}, batch._replace(inputs=inputs), save=False)
@@ -58,13 +58,8 @@ class TeacherHead:
 
     def logits(self, table: Arrays, h: jax.Array) -> jax.Array:
         """The teacher's output `[c, D']`, the same on all devices of `tensor` → FP32 logits `[c, V]`."""
-        return self.head.whole_logits(of_teacher(table), scale_head(self.head.model, h))
+        return self.head.whole_logits(below(table, TEACHER), scale_head(self.head.model, h))
 
     def log_probs(self, table: Arrays, h: jax.Array, targets: jax.Array) -> jax.Array:
         """This device's share `[T / tensor, D']` of the teacher's output → log-probabilities of targets `[T]`."""
-        return self.head.log_probs(of_teacher(table), h, targets)
-
-
-def of_teacher(table: Arrays) -> dict[str, jax.Array]:
-    """The teacher's weights outside its layers, by the names of its own model."""
-    return {n.removeprefix(TEACHER): w for n, w in table.items() if n.startswith(TEACHER) and not is_in_layer(n)}
+        return self.head.log_probs(below(table, TEACHER), h, targets)

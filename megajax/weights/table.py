@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.model.block import Block
-from megajax.sharding import BLOCKS, Placement, is_in_layer
+from megajax.sharding import BLOCKS, Placement, below, is_in_layer
 from megajax.step_plan import StepPlan
 from megajax.weights.masters import is_split
 from megajax.weights.sums import Arrays
@@ -33,7 +33,7 @@ def block_weights(
     out: dict[str, dict[str, Weight]] = {}
     for kind, block in blocks.items():
         scope = block_scope(kind, prefix)
-        groups = side_by_side(in_scope(plan.placements, scope), block.fused)
+        groups = side_by_side(below(plan.placements, scope), block.fused)
         out[kind] = {name: _weight(plan, name, members, dtypes, scope) for name, members in groups.items()}
     return out
 
@@ -58,11 +58,6 @@ def side_by_side(
 def block_scope(kind: str, prefix: str = "") -> str:
     """The beginning of the canonical names of a kind of block's parameters."""
     return f"{prefix}{BLOCKS}{kind}."
-
-
-def in_scope[Value](values: Mapping[str, Value], scope: str) -> dict[str, Value]:
-    """The values by name within a block."""
-    return {n.removeprefix(scope): value for n, value in values.items() if n.startswith(scope)}
 
 
 class WeightTable:

@@ -15,11 +15,12 @@ from megajax.model.block import Block
 from megajax.ops.barriers import not_before, not_merged
 from megajax.options.remat import RematPolicy
 from megajax.parallel.mesh_comm import MeshComm
+from megajax.sharding import below
 from megajax.step.stack.layer_index import LayerIndex
 from megajax.step_plan import StepPlan
 from megajax.weights.block_weights import BlockWeights
 from megajax.weights.scaling import Scales, Scaling
-from megajax.weights.table import block_scope, in_scope
+from megajax.weights.table import block_scope
 from megajax.weights.weight import Weight, fuse, in_turn, row_major
 
 LayerState = Mapping[str, Mapping[str, jax.Array]]  # by kind of block and name: `[L, ...]` of its layers
@@ -145,7 +146,7 @@ class StackWeights:
 
     def _by_kind(self, params: Mapping[str, jax.Array]) -> dict[str, dict[str, jax.Array]]:
         """Stored parameters by kind of block and name within it."""
-        return {kind: in_scope(params, scope) for kind, scope in self.scopes.items()}
+        return {kind: below(params, scope) for kind, scope in self.scopes.items()}
 
     # Per step -> used
 
