@@ -27,7 +27,7 @@ from megajax.model.sublayer import RELATIVE_BIAS, BlockInputs, LayerContext
 from megajax.ops.fp8 import E4M3, E5M2, Fp8Weight
 from megajax.options.remat import RematPolicy
 from megajax.schema.fields import AXES, cached
-from megajax.sharding import place
+from megajax.sharding import mesh_axes, place
 from megajax.step.stack.vjp import VIEWS, with_policy
 from megajax.weights.adapters import adapted
 from megajax.weights.table import side_by_side
@@ -169,7 +169,7 @@ class BlockTrace:
         entries = zip(placement.shape, placement.spec, strict=True)
         whole = (0, placement.storage_dim)  # the layers', and the one that is divided in storage only
         shape = tuple(
-            n if dim in whole else n // math.prod(weight.sizes[axis] for axis in _axes(entry))
+            n if dim in whole else n // math.prod(weight.sizes[axis] for axis in mesh_axes(entry))
             for dim, (n, entry) in enumerate(entries)
         )[1:]
         if not (self.fp8 and name in self.block.linear_layers):
@@ -270,10 +270,6 @@ class BlockTrace:
         saved = {_source(v, made) for v in jaxpr.outvars if not isinstance(v, Literal)} & of_tokens - {*streams}
         smaller = set[Var]().union(*(_operands(var, made, of_tokens) for var in saved))
         return sum(map(self._numbers, smaller)), sum(map(self._numbers, saved))
-
-
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def _weights(block: Block, shards: Shards) -> dict[str, Weight]:

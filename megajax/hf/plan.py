@@ -13,7 +13,7 @@ from megajax.errors import counted
 from megajax.hf.convert import open_readers
 from megajax.model import Transformer, parameters
 from megajax.model.upcycling import dense_model
-from megajax.sharding import place_all, stored_rows, unpadded_spec
+from megajax.sharding import mesh_axes, place_all, stored_rows, unpadded_spec
 
 Bounds = tuple[slice, ...]
 
@@ -55,7 +55,7 @@ def plan(config: Config, sizes: Mapping[str, int], folder: Path, per_process: in
 
 def shards(spec: PartitionSpec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Iterator[Bounds]:
     """The block of an array that each device of a mesh holds, in the order of the mesh's devices."""
-    entries: list[Any] = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+    entries: list[Any] = [mesh_axes(entry) for entry in spec]
     entries += [()] * (len(shape) - len(entries))
     for at in np.ndindex(*(sizes[axis] for axis in AXES)):
         position = dict(zip(AXES, at, strict=True))

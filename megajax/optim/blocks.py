@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from megajax.ops.numerics import mix
-from megajax.sharding import LOGICAL_TO_MESH, Placement
+from megajax.sharding import LOGICAL_TO_MESH, Placement, mesh_axes
 
 Kind = Literal["float32", "bfloat16", "int8"]
 BLOCK = 256  # numbers with one scale, at most
@@ -44,8 +44,7 @@ def scales_of(placement: Placement, sizes: Mapping[str, int]) -> Placement:
         return placement
     spec, entry = list(placement.spec), placement.spec[dim]
     count = placement.shape[dim] // size
-    axes = (entry,) if isinstance(entry, str) else entry or ()
-    spec[dim] = entry if count % math.prod(sizes[axis] for axis in axes) == 0 else None
+    spec[dim] = entry if count % math.prod(sizes[axis] for axis in mesh_axes(entry)) == 0 else None
 
     def changed(shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape[:dim], count, *shape[dim + 1 :])

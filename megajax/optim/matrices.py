@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import mesh_sizes
 from megajax.ops.barriers import not_before, not_repeated
-from megajax.sharding import EMPTY, Placement
+from megajax.sharding import EMPTY, Placement, mesh_axes
 
 Slots = dict[str, jax.Array]  # arrays [k, ...] of k matrices
 Compute = Callable[[jax.Array, Slots], tuple[jax.Array, Slots]]  # of matrices [k, rows, columns] and their slots
@@ -73,7 +73,7 @@ class MatrixLayout:
         alone = heads if per_head and heads is not None and heads > first else None
         divided, stored, true = [], [], []  # of the matrix's two dimensions
         for dim in range(first, len(axes)):
-            over = tuple(axis for axis in _axes(placement.spec[dim]) if sizes[axis] > 1)
+            over = tuple(axis for axis in mesh_axes(placement.spec[dim]) if sizes[axis] > 1)
             if dim == alone:
                 continue
             if dim - 1 == heads and alone is None:  # heads and their width are one dimension
@@ -117,7 +117,7 @@ class MatrixLayout:
     def owner_axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """All mesh axes of size above one, in the order of the devices that own matrices: first those of their rows."""
         divided = (*self.shape.copies_over, *self.shape.over_rows, *self.shape.over_columns)
-        apart = (axis for entry in self.placement.spec for axis in _axes(entry))
+        apart = (axis for entry in self.placement.spec for axis in mesh_axes(entry))
         return (*(axis for axis in apart if sizes[axis] > 1 and axis not in divided), *divided)
 
     def owned(self, shape: tuple[int, int], sizes: Mapping[str, int]) -> Placement:
@@ -132,7 +132,7 @@ class MatrixLayout:
         # Rows by the mesh axes that divide layers and experts, then those of a device: its matrices.
         sides, over = list[int](), list[str]()
         for size, entry in zip(stored, self.placement.spec, strict=False):
-            dividing = [axis for axis in _axes(entry) if sizes[axis] > 1]
+            dividing = [axis for axis in mesh_axes(entry) if sizes[axis] > 1]
             sides += [*(sizes[axis] for axis in dividing), size // math.prod(sizes[axis] for axis in dividing)]
             over += [*dividing, ""]
         order = sorted(range(len(over)), key=lambda dim: over[dim] == "")
@@ -286,8 +286,3 @@ class _Exchange:
 def _batch_dims(axes: Sequence[str]) -> int:
     """The number of leading dimensions whose rows are matrices by themselves."""
     return next(dim for dim, axis in enumerate(axes) if axis not in ROWS_OF_MATRICES)
-
-
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes of an entry of a spec."""
-    return (entry,) if isinstance(entry, str) else entry or ()
