@@ -360,6 +360,8 @@ CONTRADICTIONS = [
     ("--group-query-attention --num-query-groups 2 --multi-latent-attention", 1, "remove one of them"),
     ("--window-size 127", 1, "--window-size 127 is no pair such as .*correct it"),
     ("--window-size 127,0 --window-attn-skip-freq [0]*2", 1, r"skip-freq \[0\]\*2 has 2 layers, the model 4"),
+    ("--window-size 127,0 --window-attn-skip-freq 0", 1, "--window-attn-skip-freq 0 is no frequency.*use 1 or more"),
+    ("--no-rope-freq 0", 1, "--no-rope-freq 0 is no frequency.*use 1 or more"),
     ("--no-rope-freq [0]*2", 1, r"--no-rope-freq \[0\]\*2 has 2 layers, the model 4"),
     ("--expert-model-parallel-size 2", 2, "--expert-model-parallel-size 2 needs --num-experts.*add it"),
     ("--use-torch-fsdp2 --num-distributed-optimizer-instances 3", 4, "instances 3 does not divide 4.*correct it"),

@@ -19,11 +19,11 @@ from megajax.schema.tree import show
 from megajax.tools.from_megatron.arguments import from_mapping
 from megajax.tools.from_megatron.experts import translate_experts
 from megajax.tools.from_megatron.model import CLAMPED, translate_model
-from megajax.tools.from_megatron.translation import Translation
+from megajax.tools.from_megatron.translation import Translation, nested
 
 Values = dict[str, Any]
 DIVISIBLE_BY = 128  # Megatron's default of --make-vocab-size-divisible-by
-# Attributes of latent attention's configuration that no flag sets
+# Attributes of latent attention's configuration that no flag sets; flags with these names, after yarn_, set the others'
 OF_YARN = {
     "original_max_position_embeddings": "original_max_positions",
     "beta_fast": "beta_fast",
@@ -178,12 +178,12 @@ def _positions(config: Config) -> Values:
     if scaling is not None and scaling.kind == "yarn":
         values |= {"rotary_scaling_factor": scaling.factor, "mscale_all_dim": scaling.mscale_all_dim or 0.0}
         values |= {"mscale": _mscale(scaling), "yarn_correction_range_round_to_int": scaling.truncate}
+        of_yarn = {theirs: getattr(scaling, ours) for theirs, ours in OF_YARN.items()}
         if model.is_latent:
-            values |= {"rope_type": "yarn", **{theirs: getattr(scaling, ours) for theirs, ours in OF_YARN.items()}}
+            values |= {"rope_type": "yarn", **of_yarn}
         else:
             kind = "yarn"
-            values["yarn_original_max_position_embeddings"] = scaling.original_max_positions
-            values |= {"yarn_beta_fast": scaling.beta_fast, "yarn_beta_slow": scaling.beta_slow}
+            values |= {f"yarn_{theirs}": value for theirs, value in of_yarn.items()}
     elif scaling is not None and scaling.kind == "llama3":
         values |= {"use_rope_scaling": True, "rope_scaling_factor": scaling.factor}
     elif scaling is not None:
@@ -239,8 +239,8 @@ def _check(model: ModelConfig, values: Values) -> None:
     back = Translation(from_mapping(values, "the arguments of Megatron-LM"), 1)
     translate_model(back)
     translate_experts(back, 1)
-    section: Values = {"vocab_size": model.vocab_size, "vocab_multiple": model.vocab_multiple}
-    section = _section({k: s.value for k, s in back.settings.items() if k.startswith("model.")}) | section
+    section: Values = nested({key: setting.value for key, setting in back.settings.items()})["model"]
+    section |= {"vocab_size": model.vocab_size, "vocab_multiple": model.vocab_multiple}
     if model.is_latent and section.get("rope_scaling"):
         section["rope_scaling"] |= {ours: values[theirs] for theirs, ours in OF_YARN.items()}
     found = ModelConfig.model_validate(section)
@@ -251,17 +251,6 @@ def _check(model: ModelConfig, values: Values) -> None:
         ours, nearest = (show(reduce(getitem, name.split("."), values)) for values in written)
         problem = f"model.{name}={ours} with the other settings has no arguments of Megatron-LM"
         raise InputError(f"{problem}, which become {nearest}: export it with {command('hf')} export.")
-
-
-def _section(flat: Values) -> Values:
-    section: Values = {}
-    for key, value in flat.items():
-        *path, name = key.split(".")[1:]
-        below = section
-        for part in path:
-            below = below.setdefault(part, {})
-        below[name] = value
-    return section
 
 
 def _described(model: ModelConfig) -> Values:

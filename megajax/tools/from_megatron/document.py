@@ -6,7 +6,7 @@ from megajax.config.megatron_flags import VERSION
 from megajax.errors import counted
 from megajax.schema.config import Config
 from megajax.schema.tree import as_override
-from megajax.tools.from_megatron.translation import Setting, Translation
+from megajax.tools.from_megatron.translation import Setting, Translation, nested
 
 MOST = 100  # characters of a comment
 
@@ -19,14 +19,7 @@ def document(t: Translation, others: dict[str, list[tuple[str, str]]]) -> str:
         f"# Defaults are those of Megatron-Core {VERSION}.",
     ]
     order = {name: i for i, name in enumerate(Config.model_fields)}
-    tree: dict[str, Any] = {}
-    for key in sorted(t.settings, key=lambda key: order[key.partition(".")[0]]):
-        *path, name = key.split(".")
-        below = tree
-        for part in path:
-            below = below.setdefault(part, {})
-        below[name] = t.settings[key]
-    lines += _section(tree, 0)
+    lines += _section(dict(sorted(nested(t.settings).items(), key=lambda section: order[section[0]])), 0)
     for outcome, flags in others.items():
         if flags:
             lines += ["", f"# {outcome[0].upper()}{outcome[1:]}:"]

@@ -1,7 +1,7 @@
 """Experts and their router."""
 
-from megajax.tools.from_megatron.model import check_length
-from megajax.tools.from_megatron.parallel import layer_count
+from megajax.schema.fields import shortest_pattern
+from megajax.tools.from_megatron.model import by_layer
 from megajax.tools.from_megatron.translation import Translation
 
 LOSSES = {"aux_loss": "global_loss", "global_aux_loss": "global_loss", "seq_aux_loss": "sequence_loss"}
@@ -44,20 +44,13 @@ def translate_experts(t: Translation, replicas: int) -> None:
 
 def _layers(t: Translation) -> None:
     """Which layers have experts; a frequency n means the first of n layers."""
-    frequency, layers = t.arguments.layer_list("moe_layer_freq"), layer_count(t)
-    if isinstance(frequency, int):
-        if frequency < 1:
-            raise t.arguments.fail(f"{t.arguments.shown('moe_layer_freq')} is no frequency", "use 1 or more")
-        kinds = [int(i % frequency == 0) for i in range(layers)]
-    else:
-        check_length(t, "moe_layer_freq", frequency or [])
-        kinds = [int(bool(kind)) for kind in frequency or []]
-    first = kinds.index(1) if 1 in kinds else layers
-    if all(kinds[first:]):
+    found = by_layer(t, "moe_layer_freq", lambda i, n: i == 0) or []
+    kinds = tuple("moe" if number else "dense" for number in found)
+    first = kinds.index("moe") if "moe" in kinds else len(kinds)
+    if "dense" not in kinds[first:]:
         t.put("model.first_dense_layers", first, "moe_layer_freq")
     else:
-        period = next(n for n in range(1, layers + 1) if all(kinds[i] == kinds[i % n] for i in range(layers)))
-        t.put("model.block_pattern", ["moe" if kind else "dense" for kind in kinds[:period]], "moe_layer_freq")
+        t.put("model.block_pattern", list(shortest_pattern(kinds, len(kinds))), "moe_layer_freq")
 
 
 def _scores(t: Translation) -> None:

@@ -1,6 +1,7 @@
 """The network of a line: shapes, norms, positions, attention."""
 
 import math
+from collections.abc import Callable
 
 from megajax.schema.fields import shortest_pattern
 from megajax.tools.from_megatron.parallel import layer_count
@@ -255,23 +256,25 @@ def _yarn(t: Translation, is_on: bool, original: int, fast: float, slow: float) 
 
 
 def _rope_pattern(t: Translation) -> None:
-    skipped = t.arguments.layer_list("no_rope_freq")
-    if skipped is None:
-        return
-    layers = layer_count(t)
-    if isinstance(skipped, int):
-        pattern = ["rope"] * (skipped - 1) + ["none"]
-    else:
-        check_length(t, "no_rope_freq", skipped)
-        pattern = ["none" if skip else "rope" for skip in skipped]
-    t.put("model.rope_pattern", list(shortest_pattern(tuple(pattern), layers)), "no_rope_freq")
+    if skipped := by_layer(t, "no_rope_freq", lambda i, n: i == n - 1):
+        pattern = tuple("none" if skip else "rope" for skip in skipped)
+        t.put("model.rope_pattern", list(shortest_pattern(pattern, len(pattern))), "no_rope_freq")
 
 
-def check_length(t: Translation, name: str, pattern: list[int]) -> None:
-    """Raise `InputError` for a pattern that has not a number for each layer."""
-    if len(pattern) != layer_count(t):
-        problem = f"{t.arguments.shown(name)} has {len(pattern)} layers, the model {layer_count(t)}"
+def by_layer(t: Translation, name: str, rule: Callable[[int, int], bool]) -> list[int] | None:
+    """The number of each layer, of a list or a frequency n, by whose `rule` layer i of each n has 1; None without.
+
+    Raises `InputError` for a list that has not a number for each layer, and for a frequency below 1.
+    """
+    found, layers = t.arguments.layer_list(name), layer_count(t)
+    if isinstance(found, int):
+        if found < 1:
+            raise t.arguments.fail(f"{t.arguments.shown(name)} is no frequency", "use 1 or more")
+        return [int(rule(i % found, found)) for i in range(layers)]
+    if found is not None and len(found) != layers:
+        problem = f"{t.arguments.shown(name)} has {len(found)} layers, the model {layers}"
         raise t.arguments.fail(problem, "correct it")
+    return found
 
 
 def _windows(t: Translation) -> None:
@@ -288,15 +291,9 @@ def _windows(t: Translation) -> None:
     if right not in (0, -1):
         t.refuse("tokens never attend to later ones: the second number is 0", "window_size")
     t.put("model.sliding_window", left + 1, "window_size")
-    skip = t.arguments.layer_list("window_attn_skip_freq")
-    if skip is None:
-        return
-    if isinstance(skip, int):
-        pattern = ["local"] * (skip - 1) + ["global"]
-    else:
-        check_length(t, "window_attn_skip_freq", skip)
-        pattern = ["local" if each else "global" for each in skip]
-    t.put("model.layer_pattern", list(shortest_pattern(tuple(pattern), layer_count(t))), "window_attn_skip_freq")
+    if kinds := by_layer(t, "window_attn_skip_freq", lambda i, n: i < n - 1):
+        pattern = tuple("local" if each else "global" for each in kinds)
+        t.put("model.layer_pattern", list(shortest_pattern(pattern, len(pattern))), "window_attn_skip_freq")
 
 
 def _width(t: Translation) -> None:

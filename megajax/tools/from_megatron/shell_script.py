@@ -1,6 +1,7 @@
 """Reads a launch script: its variables, conditions and `source`d files, up to the commands. Nothing is executed."""
 
 import fnmatch
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ FILE_TESTS = {
     "-r": Path.exists,
     "-s": lambda path: path.stat().st_size > 0,
 }
-_NUMBERS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
+COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 
 
 @dataclass(frozen=True)
@@ -310,11 +311,8 @@ def _ends(command: syntax.Command) -> bool:
 def _compared(left: str, sign: str, right: str) -> bool | None:
     if sign in ("=", "==", "!="):
         return fnmatch.fnmatchcase(left, right) == (sign != "!=")
-    if sign in _NUMBERS and all(re.fullmatch(r"-?\d{1,18}", text.strip()) for text in (left, right)):
-        one, other = int(left), int(right)
-        return {"==": one == other, "!=": one != other, "<": one < other, "<=": one <= other}.get(
-            _NUMBERS[sign], one > other if sign == "-gt" else one >= other
-        )
+    if sign in COMPARISONS and all(re.fullmatch(r"-?\d{1,18}", text.strip()) for text in (left, right)):
+        return COMPARISONS[sign](int(left), int(right))
     return None
 
 

@@ -1,8 +1,10 @@
 """A translation as it grows: keys of a config with their values and the flags that they come from."""
 
+from collections.abc import Mapping
+from functools import reduce
 from typing import Any, NamedTuple
 
-from megajax.config.megatron_flags import ALWAYS_SO_HERE, FLAGS, KEY, NO_EFFECT_HERE, REFUSED, VERSION
+from megajax.config.megatron_flags import ALWAYS_SO_HERE, DEFAULTS, FLAGS, KEY, NO_EFFECT_HERE, REFUSED, VERSION
 from megajax.errors import InputError
 from megajax.tools.from_megatron.arguments import Arguments
 from megajax.tools.from_megatron.differences import DIFFERENCES
@@ -19,6 +21,15 @@ class Setting(NamedTuple):
 
     value: Any
     source: str
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of dotted keys in mappings by section and name."""
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *path, name = key.split(".")
+        reduce(lambda below, part: below.setdefault(part, {}), path, tree)[name] = value
+    return tree
 
 
 class Translation:
@@ -69,13 +80,12 @@ class Translation:
     def finish(self) -> dict[str, list[tuple[str, str]]]:
         """The flags that became no setting, by class: (the flag, the reason). `InputError` for refused ones."""
         found: dict[str, list[tuple[str, str]]] = {NO_EFFECT_HERE: [], ALWAYS_SO_HERE: [], NOT_READ: []}
-        default = Arguments({}, {}, "")
         for name in self.arguments.given:
             shown, flag = self.arguments.shown(name), FLAGS[_OF_DEST[name][0]]
             if name in self.arguments.used:
                 continue
             if flag.outcome == REFUSED:
-                if self[name] not in (default[name], None):
+                if self[name] not in (DEFAULTS[name], None):
                     self.refused.append(f"{shown}: {flag.note}")
             elif flag.outcome == KEY:
                 found[NOT_READ].append((shown, ""))
