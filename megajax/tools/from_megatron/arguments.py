@@ -193,9 +193,9 @@ def from_mapping(values: Mapping[str, Any], location: str) -> Arguments:
         *(["global_batch_size"] if values.get("_is_global_batch_size_explicitly_specified") is False else []),
     }
     given = {
-        name: _plain(_DESTS[name], value)
+        name: _plain(DESTS[name], value)
         for name, value in values.items()
-        if name in _DESTS and name not in derived and value is not None
+        if name in DESTS and name not in derived and value is not None
     }
     changed = {name: value for name, value in given.items() if value not in (DEFAULTS[name], [])}
     return Arguments(changed, {name: f"{name}={value}" for name, value in changed.items()}, location)
@@ -260,7 +260,7 @@ def _from_names(flat: dict[str, Any], path: Path) -> Arguments:
             given |= {ACTIVATIONS[value]: True} if ACTIVATIONS[value] else {}
         elif name == "num_query_groups" and value is not None:
             given |= {name: value, "group_query_attention": True}
-        elif dest := _DESTS.get(str(name)):
+        elif dest := DESTS.get(str(name)):
             given |= {} if value is None else {dest.dest: _typed(dest, value, path)}
         elif value not in (None, False, [], "") and str(name) not in _OF_THE_CONFIG:
             raise InputError(_unknown_sentence([str(name)], str(path)))
@@ -286,7 +286,7 @@ _DERIVED = ("start_weight_decay", "end_weight_decay", "eval_global_batch_size", 
     "tensor_parallel_num_weight_shards",
     "expert_tensor_parallel_num_weight_shards",
 )
-_DESTS = {flag.dest: flag for flag in reversed(FLAGS.values())} | {
+DESTS = {flag.dest: flag for flag in reversed(FLAGS.values())} | {
     "num_moe_experts": FLAGS["num-experts"],
     "fp8_param": FLAGS["fp8-param-gather"],
     "use_flash_attn": FLAGS["use-flash-attn"],

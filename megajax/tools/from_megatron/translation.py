@@ -4,16 +4,13 @@ from collections.abc import Mapping
 from functools import reduce
 from typing import Any, NamedTuple
 
-from megajax.config.megatron_flags import ALWAYS_SO_HERE, DEFAULTS, FLAGS, KEY, NO_EFFECT_HERE, REFUSED, VERSION
+from megajax.config.megatron_flags import ALWAYS_SO_HERE, DEFAULTS, KEY, NO_EFFECT_HERE, REFUSED, VERSION
 from megajax.errors import InputError
-from megajax.tools.from_megatron.arguments import Arguments
+from megajax.tools.from_megatron.arguments import DESTS, Arguments
 from megajax.tools.from_megatron.differences import DIFFERENCES
 
 DEFAULT = "Megatron's default"
 NOT_READ = "without effect beside the other flags"
-_OF_DEST: dict[str, list[str]] = {}
-for _flag in FLAGS.values():
-    _OF_DEST.setdefault(_flag.dest, []).append(_flag.name)
 
 
 class Setting(NamedTuple):
@@ -81,7 +78,7 @@ class Translation:
         """The flags that became no setting, by class: (the flag, the reason). `InputError` for refused ones."""
         found: dict[str, list[tuple[str, str]]] = {NO_EFFECT_HERE: [], ALWAYS_SO_HERE: [], NOT_READ: []}
         for name in self.arguments.given:
-            shown, flag = self.arguments.shown(name), FLAGS[_OF_DEST[name][0]]
+            shown, flag = self.arguments.shown(name), DESTS[name]
             if name in self.arguments.used:
                 continue
             if flag.outcome == REFUSED:
