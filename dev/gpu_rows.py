@@ -77,8 +77,8 @@ def predictions(gpus: int) -> Path:
 def prediction(row: Row) -> dict[str, float]:
     """The planner's figures for H100s. Raises ConfigError if the config does not fit the GPUs."""
     config = synthetic_config(row.config or row.train, row.overrides, "bench")
-    candidate = Candidate.of(config, check_mesh(config, row.gpus))
-    seconds = candidate.time(rates_of("h100")).total
+    candidate = Candidate.of(config, check_mesh(config, row.gpus), rates_of("h100"))
+    seconds = candidate.time.total
     speed = tokens_per_second(candidate.plan, seconds)
     return {
         "ms": round(1e3 * seconds, 1),

@@ -51,8 +51,8 @@ def read_rows() -> list[Row]:
 def estimate(row: Row, rates: Rates | None = None) -> tuple[float, StepTime]:
     """(TFLOP/s of a GPU, the parts of the step); `rates` in place of those of the row's device."""
     config = load_config(ROOT / row.config, list(row.overrides))
-    candidate = Candidate.of(config, check_mesh(config, row.gpus))
-    step = candidate.time(rates or rates_of(row.device))
+    candidate = Candidate.of(config, check_mesh(config, row.gpus), rates or rates_of(row.device))
+    step = candidate.time
     return flops_per_token(config) * tokens_per_second(candidate.plan, step.total) / 1e12, step
 
 

@@ -76,7 +76,7 @@ def test_a_pipelines_backward_pass_is_drawn_with_recomputation_and_copies(config
     [(costs, unit)], time = drawn, found.time
     layers = time.matmuls + time.attention + time.elementwise + sum(t.exposed for t in time.activations.values())
     again = time.recomputed.total + time.loops
-    M = found.candidate.config.batch.num_microbatches
+    M = found.config.batch.num_microbatches
     seconds = ((1 - time.forward) * layers + again) / M
     assert unit == "ms" and costs.backward + costs.weight == pytest.approx(1e3 * seconds, abs=0.11)
     assert 1e3 * again / M > 1

@@ -27,8 +27,9 @@ from megajax.sharding import BLOCKS
 from megajax.step.pipeline.buffers import schedule_of
 from megajax.tools.plan import work
 from megajax.tools.plan.candidates import Candidate
-from megajax.tools.plan.rates import H200, rates_of
+from megajax.tools.plan.rates import H200, Rates, rates_of
 from megajax.tools.plan.search import explained
+from megajax.tools.plan.step_time import StepTime
 from megajax.training.step import TrainProgram
 
 # Rates that do not depend on sizes: with one the time is that of FLOPs alone, with the other of bytes alone.
@@ -90,6 +91,11 @@ def make(name: str, gpus: int = 1, **sections: dict) -> Candidate:
     return Candidate.of(config, check_mesh(config, gpus))
 
 
+def time(candidate: Candidate, rates: Rates) -> StepTime:
+    """The step's time at other rates."""
+    return replace(candidate, rates=rates).time
+
+
 @cache
 def on(name: str, mesh: str | None) -> Candidate:
     """A model on one device, or on two."""
@@ -99,7 +105,7 @@ def on(name: str, mesh: str | None) -> Candidate:
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "hybrid"])
 def test_work_of_a_device_is_the_flops_of_its_tokens(name):
     """A recurrence takes the time of its bytes. Patches have no gradient, but count as other inputs in the FLOPs."""
-    step = on(name, None).time(FLOPS)
+    step = time(on(name, None), FLOPS)
     expected = ROWS * LENGTH * flops_per_token(on(name, None).config)
     expected -= ROWS * 64 * 2 * (3 * 2 * 2 * 32) if name == "vision" else 0
     assert step.matmuls + step.attention + step.head == pytest.approx(expected)
@@ -107,7 +113,7 @@ def test_work_of_a_device_is_the_flops_of_its_tokens(name):
 
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_devices_share_the_work_of_one(name, mesh):
-    one, two = on(name, None).time(FLOPS), on(name, mesh).time(FLOPS)
+    one, two = time(on(name, None), FLOPS), time(on(name, mesh), FLOPS)
     assert 2 * two.head == pytest.approx(one.head)
     if (name, mesh) == ("latent", "context"):  # each device projects all keys
         assert 2 * two.matmuls > one.matmuls
@@ -117,7 +123,7 @@ def test_devices_share_the_work_of_one(name, mesh):
             assert 2 * two.attention == pytest.approx(one.attention)
         # Buffers of experts' rows have room for those of several devices, and `tensor` divides their widths only.
         if name not in ("experts", "mixed") or not ("expert" in mesh or mesh == "tensor"):
-            assert 2 * on(name, mesh).time(BYTES).elementwise == pytest.approx(on(name, None).time(BYTES).elementwise)
+            assert 2 * time(on(name, mesh), BYTES).elementwise == pytest.approx(time(on(name, None), BYTES).elementwise)
 
 
 TWO_LAYERS = {"model": {"num_layers": 2}, "kernels": {"scan_unroll": 2}}  # of the steps that are traced
@@ -157,7 +163,7 @@ def traced_products(candidate: Candidate) -> int:
 )
 def test_matmuls_are_those_of_the_traced_step(name, mesh, policy):
     candidate = make(name, 2, mesh={mesh: 2}, remat={"policy": policy}, **TWO_LAYERS)
-    step = candidate.time(FLOPS)
+    step = time(candidate, FLOPS)
     assert step.matmuls + step.recomputed.matmuls + step.head == pytest.approx(traced_products(candidate))
 
 
@@ -196,7 +202,7 @@ def test_what_tensor_gathers_and_sums_is_that_of_the_traced_step(case):
         found -= 2 * 2 * 2 * LENGTH * RANK * 2 / 2
         # Nothing needs the gradient of the first layer's input, or of its attention.
         found += 2 * 2 * LENGTH * D * 2 / 2
-    assert candidate.time(FLOPS).traffic["tensor"].sent == pytest.approx(found, rel=1e-9)
+    assert time(candidate, FLOPS).traffic["tensor"].sent == pytest.approx(found, rel=1e-9)
 
 
 PROJECTOR, PATCHES = "vision.projector.*", "vision.patch*"
@@ -214,7 +220,7 @@ def test_matmuls_of_a_tower_are_those_of_the_traced_step(frozen, tensor):
     groups = [{"parameters": [pattern], "learning_rate": rate} for pattern, rate in FROZEN[frozen]]
     few = {"model": {"num_layers": 1}, "batch": {"global_size": 2}}
     candidate = make("vision", tensor, mesh={"tensor": tensor}, optimizer={"groups": groups}, **few)
-    found, step = traced_products(candidate), candidate.time(FLOPS)
+    found, step = traced_products(candidate), time(candidate, FLOPS)
     if frozen != "the tower and the projector":  # XLA does not run the projector's first matmul a second time
         found -= 2 * (2 * 64 / 4) * (4 * 32) ** 2 / tensor
     assert step.matmuls + step.head == pytest.approx(found)
@@ -226,7 +232,7 @@ def test_what_stages_send_is_that_of_the_traced_step(virtual_stages):
     pipeline = {"schedule": "zero_bubble", "virtual_stages": virtual_stages}
     model, batch = {"num_layers": 2 * virtual_stages}, {"num_microbatches": 4}
     candidate = make("dense", 4, mesh={"pipeline": 2, "fsdp": 2}, pipeline=pipeline, model=model, batch=batch)
-    step = candidate.time(FLOPS)
+    step = time(candidate, FLOPS)
     assert step.traffic["pipeline"].sent == traced_bytes(candidate, "pipeline", ("bfloat16", "float32"))
     assert step.weights["pipeline"].sent == (2 + 4) * 2 * D * V / 2 / 2  # of fsdp's shard
     assert step.weights["pipeline"].exposed == step.weights["pipeline"].seconds
@@ -242,7 +248,7 @@ def test_frozen_matrices_have_no_gradients_and_their_inputs_have_some():
         make("dense", 2, mesh={"tensor": 2}, kernels={"scan_unroll": 4}, **own) for own in ({"lora": LORA}, {})
     )
     tokens, layer, adapters, head = ROWS * LENGTH / 2, 4 * D * D + 3 * D * 256, 2 * D * RANK, D * V
-    step, trained = frozen.time(FLOPS), plain.time(FLOPS)
+    step, trained = time(frozen, FLOPS), time(plain, FLOPS)
     assert trained.matmuls == tokens * 4 * 6 * layer and step.matmuls == tokens * 4 * (4 * layer + 6 * adapters)
     assert step.head == tokens * 4 * head == trained.head * 4 / 6 and step.attention == trained.attention
     assert step.matmuls + step.head - tokens * 2 * (4 * D * D + D * RANK) == traced_products(frozen)
@@ -250,17 +256,17 @@ def test_frozen_matrices_have_no_gradients_and_their_inputs_have_some():
     computed = step.matmuls + step.attention
     assert step.forward * computed == pytest.approx(tokens * 4 * 2 * (layer + adapters) + step.attention / 3)
     assert step.matrices * computed == pytest.approx(tokens * 4 * 2 * adapters)
-    again = make("dense", 2, mesh={"tensor": 2}, remat={"policy": "full"}, lora=LORA).time(FLOPS).recomputed
+    again = time(make("dense", 2, mesh={"tensor": 2}, remat={"policy": "full"}, lora=LORA), FLOPS).recomputed
     assert again.matmuls == pytest.approx(tokens * 4 * 2 * (layer + adapters - D * 256))  # the last one does not
     # Inputs and outputs of a linear layer are read or written four times in BF16 for its adapter.
-    extra = frozen.time(BYTES).elementwise - plain.time(BYTES).elementwise
+    extra = time(frozen, BYTES).elementwise - time(plain, BYTES).elementwise
     assert extra == pytest.approx(tokens * 4 * 4 * 2 * 2 * D)
 
 
 def test_frozen_weights_are_gathered_and_neither_reduced_nor_updated():
     """Of an adapter of attention's output A is whole on all devices, B is stored in shards."""
     sections = {"mesh": {"fsdp": 2, "data": 2}, "lora": LORA, "batch": {"num_microbatches": 2}}
-    step, matrices = make("dense", 4, **sections).time(BYTES), 4 * (4 * D * D + 3 * D * 256) + 2 * D * V
+    step, matrices = time(make("dense", 4, **sections), BYTES), 4 * (4 * D * D + 3 * D * 256) + 2 * D * V
     whole, shards = 4 * D * RANK, 4 * RANK * D
     assert step.weights["fsdp"].sent == 2 * ((2 + 2) * (matrices + shards) + 4 * shards) / 2
     assert step.weights["data"].sent == (2 * (matrices + shards) + 4 * shards) / 2 / 2
@@ -291,7 +297,7 @@ def test_devices_hold_each_matrix_once_with_its_moments(name, mesh):
 
 def linear(candidate: Candidate) -> dict[str, float]:
     """What a step has of each layer."""
-    work_of, bytes_of, memory = candidate.time(FLOPS), candidate.time(BYTES), next(peaks(candidate.plan))
+    work_of, bytes_of, memory = time(candidate, FLOPS), time(candidate, BYTES), next(peaks(candidate.plan))
     times = {"matmuls": work_of.matmuls, "attention": work_of.attention, "elementwise": bytes_of.elementwise}
     sent = {axis: traffic.sent for axis, traffic in work_of.activations.items()}
     held = {"parameters": memory.parameters, "optimizer": memory.optimizer, "saved": memory.activations}
@@ -335,7 +341,7 @@ def test_twice_the_microbatches_are_twice_the_work_with_the_same_memory(mesh):
         make(name, math.prod(mesh.values()), mesh=mesh, batch={"num_microbatches": n, "global_size": 4 * n})
         for n in (2, 4)
     )
-    first, second = one.time(FLOPS), two.time(FLOPS)
+    first, second = time(one, FLOPS), time(two, FLOPS)
     for part in ("matmuls", "attention", "head", "elementwise"):
         assert getattr(second, part) == pytest.approx(2 * getattr(first, part))
     assert second.optimizer == first.optimizer and two.memory == one.memory
@@ -351,7 +357,7 @@ def test_traffic_of_weights_is_that_of_their_matrices(microbatches, gradients, r
     matrices = {n: math.prod(p.shape) for n, p in declared.items() if p.role in MATRICES}
     experts = sum(number for name, number in matrices.items() if "experts" in declared[name].axes)
     others = sum(matrices.values()) - experts
-    sent = make("experts", 8, mesh={"fsdp": 2, "data": 2, "expert": 2}, **sections).time(FLOPS).weights
+    sent = time(make("experts", 8, mesh={"fsdp": 2, "data": 2, "expert": 2}, **sections), FLOPS).weights
     assert sent["fsdp"].sent == microbatches * (2 + 2 + reduced) * (others + experts / 2) / 2
     # Of the shards of `fsdp` over four devices; experts, which `expert` divides, over two
     per_step = sent["data"].sent + sent["expert"].sent
@@ -365,17 +371,17 @@ def test_matrices_of_layers_in_fp8_are_gathered_in_fp8(bf16_layers):
     sizes = {name: math.prod(p.shape) for name, p in on("dense", None).plan.declared.items() if p.role in MATRICES}
     layers = sum(number for name, number in sizes.items() if name.startswith(BLOCKS))
     for axis, bf16, saved in (("fsdp", 2 + 2 + 4, 2), ("data", 2 + 4, 1)):
-        sent = make("dense", 2, mesh={axis: 2}, precision={"fp8": fp8}).time(FLOPS).weights[axis].sent
+        sent = time(make("dense", 2, mesh={axis: 2}, precision={"fp8": fp8}), FLOPS).weights[axis].sent
         expected = bf16 * sum(sizes.values()) - saved * layers * (4 - bf16_layers) / 4
         assert sent == pytest.approx(expected / 2, rel=2e-3)
 
 
 def test_experts_batched_by_xla_multiply_an_eighth_more_rows():
-    batched = make("mixed", kernels={"grouped_matmul": "xla"}).time(FLOPS)
+    batched = time(make("mixed", kernels={"grouped_matmul": "xla"}), FLOPS)
     of_a_token = 2 * (
         2 * 3 * D * 64 + D * 8
     )  # two layers: matrices of two experts, and the router, which counts with them
-    assert batched.matmuls - on("mixed", None).time(FLOPS).matmuls == pytest.approx(ROWS * LENGTH * 6 * of_a_token / 8)
+    assert batched.matmuls - time(on("mixed", None), FLOPS).matmuls == pytest.approx(ROWS * LENGTH * 6 * of_a_token / 8)
 
 
 @pytest.mark.parametrize(("kernel", "rows"), [("xla", 160), ("auto", 512)])
@@ -399,22 +405,22 @@ def test_kernels_are_those_of_the_planned_gpu(tmp_path, device, settings, kernel
     model, batch = DENSE | EXPERTS, {"global_size": ROWS, "sequence_length": LENGTH}
     content = {"model": model, "batch": batch, "data": {"kind": "synthetic"}, "precision": settings}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
-    found = explained(tmp_path / "config.yaml", [], 1, rates_of(device)).candidate.plan.kernels
+    found = explained(tmp_path / "config.yaml", [], 1, rates_of(device)).plan.kernels
     assert (found.grouped_matmul, found.fp8) == kernels
 
 
 def test_a_step_in_fp32_has_its_rate_and_scores_in_memory():
     """FP32 at half of BF16's rate. Its attention computes all pairs of tokens, twice as many as causal attention."""
     in_fp32, rates = {"precision": {"compute": "float32"}}, replace(FLOPS, fp32_flops=0.5)
-    half, full = (make("windows", **more).time(rates) for more in ({}, in_fp32))
+    half, full = (time(make("windows", **more), rates) for more in ({}, in_fp32))
     assert (full.matmuls, full.head) == pytest.approx((2 * half.matmuls, 2 * half.head))
-    assert 4 * make("dense").time(rates).attention == pytest.approx(full.attention)  # also where windows are local
+    assert 4 * time(make("dense"), rates).attention == pytest.approx(full.attention)  # also where windows are local
     reference = make("dense", kernels={"attention": "reference"})
-    assert reference.time(rates).attention == pytest.approx(full.attention)  # TF32 has half of BF16's rate too
-    half, full = (make("dense", **more).time(replace(BYTES, fp32_flops=1e60)) for more in ({}, in_fp32))
+    assert time(reference, rates).attention == pytest.approx(full.attention)  # TF32 has half of BF16's rate too
+    half, full = (time(make("dense", **more), replace(BYTES, fp32_flops=1e60)) for more in ({}, in_fp32))
     assert full.attention == pytest.approx(15 * 4 * 4 * 4 * ROWS * LENGTH**2)  # passes, bytes, heads, layers
     assert (full.head, full.elementwise) == pytest.approx((2 * half.head, 2 * half.elementwise))
-    tensor = make("dense", 2, mesh={"tensor": 2}, **in_fp32).time(H200).activations["tensor"]
+    tensor = time(make("dense", 2, mesh={"tensor": 2}, **in_fp32), H200).activations["tensor"]
     assert tensor.seconds > 0 == tensor.exposed  # matmuls take 15 times as long
 
 
@@ -422,13 +428,13 @@ def test_a_step_in_fp32_has_its_rate_and_scores_in_memory():
 def test_matmuls_of_an_optimizer_have_the_rate_of_their_dtype(compute):
     """Each of four layers has four matrices of 64 × 64 and three of 64 × 256; each side of SOAP's has 8 n R C."""
     precision, rates = {"compute": compute}, replace(FLOPS, fp32_flops=0.5)
-    soap = make("dense", optimizer={"kind": "soap"}, precision=precision).time(rates).optimizer
+    soap = time(make("dense", optimizer={"kind": "soap"}, precision=precision), rates).optimizer
     always = 8 * 4 * (4 * 2 * 64**3 + 3 * (64 + 256) * 64 * 256)
     refreshes = (2 + 8 / 3) * 4 * (11 * 64**3 + 3 * 256**3) / 10
     assert soap == pytest.approx(2 * (always + refreshes))
     muon = make("dense", optimizer={"kind": "muon"}, precision=precision)
     operations = sum(muon.storage.state.matrices.values())
-    assert muon.time(rates).optimizer == pytest.approx((2 if compute == "float32" else 1) * operations) != 0
+    assert time(muon, rates).optimizer == pytest.approx((2 if compute == "float32" else 1) * operations) != 0
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -437,7 +443,7 @@ def test_rows_of_experts_are_those_of_the_documented_formula(devices):
     for dispatch, sent in (("all_to_all", 1.25 * 2 * (devices - 1) / devices), ("all_gather", devices - 1)):
         candidate = make("experts", devices, mesh={"expert": devices}, communication={"experts": dispatch})
         bytes_of_tokens = ROWS * LENGTH / devices * D * 2
-        assert candidate.time(FLOPS).activations["expert"].sent == pytest.approx(4 * 4.5 * sent * bytes_of_tokens)
+        assert time(candidate, FLOPS).activations["expert"].sent == pytest.approx(4 * 4.5 * sent * bytes_of_tokens)
 
 
 def test_experts_with_a_capacity_save_that_many_rows():
@@ -476,7 +482,7 @@ def test_policies_save_at_most_what_none_saves_and_compute_the_rest_again(name):
         block = candidate.plan.layer_slots[0].block
         saved[policy] = numbers.saved(block, segment, False)
         assert saved[policy] + numbers.recomputed(block, segment, False) >= saved["none"] >= saved[policy] > 0
-        step, moved = candidate.time(FLOPS), candidate.time(BYTES)
+        step, moved = time(candidate, FLOPS), time(candidate, BYTES)
         assert step.recomputed.attention == pytest.approx(attention * step.attention / 3)
         assert moved.recomputed.elementwise == pytest.approx(elementwise * moved.elementwise / 3)
         assert 0 <= step.recomputed.matmuls < step.matmuls / 3 and (step.recomputed.matmuls > 0) == matmuls

@@ -11,15 +11,16 @@ from megajax.config import load_config
 from megajax.errors import ConfigError
 from megajax.estimate.costs import flops_per_token
 from megajax.tools.plan.__main__ import parser
+from megajax.tools.plan.candidates import Candidate
 from megajax.tools.plan.rates import rates_of
 from megajax.tools.plan.report import cells, fit, limit_line, memory_text, mesh_text, table
-from megajax.tools.plan.search import Found, explained
+from megajax.tools.plan.search import explained
 
 H200, WIDTH = rates_of("h200"), 80
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 
-def own_mesh(path: Path) -> Found:
+def own_mesh(path: Path) -> Candidate:
     """A config on the smallest number of GPUs that its mesh fits."""
     for gpus in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048):
         with contextlib.suppress(ConfigError):
@@ -30,9 +31,9 @@ def own_mesh(path: Path) -> Found:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_table_fits_the_terminal_and_keeps_axes_and_figures(path):
     found = own_mesh(path)
-    lines = table([cells(found, H200, 0.9, compiled=0.95 * H200.memory_gib)], False, WIDTH)
+    lines = table([cells(found, 0.9, compiled=0.95 * H200.memory_gib)], False, WIDTH)
     assert max(map(len, lines)) <= WIDTH
-    text, sizes = " ".join(lines), found.candidate.plan.sizes
+    text, sizes = " ".join(lines), found.plan.sizes
     for axis, size in sizes.items():
         assert size == 1 or f"{axis} {size}{'^' * (axis in found.time.between_hosts)}" in text
     assert f"{1e3 * found.time.total:,.0f}" in text and load_config(path).remat.policy in text
@@ -56,8 +57,8 @@ def test_axes_of_one_device_divide_no_experts(mesh, text):
 
 def test_a_row_has_shares_of_the_step_and_marks_of_the_memory():
     found = own_mesh(next(path for path in CONFIGS if path.stem == "llama3_8b_l16_pipeline"))
-    plan, seconds = found.candidate.plan, found.time.total
-    *_, speed, mfu, lost = cells(found, H200, 0.1)
+    plan, seconds = found.plan, found.time.total
+    *_, speed, mfu, lost = cells(found, 0.1)
     batch, gpus = plan.config.batch, math.prod(plan.sizes.values())
     tokens = batch.global_size * batch.sequence_length / seconds / gpus
     assert speed == f"{tokens:,.0f}" and mfu == f"{tokens * flops_per_token(plan.config) / 989e12:.1%}"

@@ -15,10 +15,11 @@ from megajax.config.sentences import value
 from megajax.errors import ConfigError, InputError
 from megajax.layout.stages import layouts_to_try, slot_kinds
 from megajax.tools.plan.__main__ import main
+from megajax.tools.plan.candidates import Candidate
 from megajax.tools.plan.rates import rates_of
 from megajax.tools.plan.report import mesh_text
-from megajax.tools.plan.search import Found, Search, explained
-from megajax.tools.plan.variations import Variations
+from megajax.tools.plan.search import Search, explained
+from megajax.tools.plan.variations import Variations, as_overrides
 
 H200 = rates_of("h200")
 
@@ -30,12 +31,12 @@ def config(eight_layers):
 
 
 @pytest.fixture(scope="module")
-def best(config) -> list[Found]:
+def best(config) -> list[Candidate]:
     return Search(config, [], 4, H200).best(6)
 
 
 def test_the_fastest_that_fit_come_first_one_of_each_mesh(best):
-    times, meshes = [found.time.total for found in best], [tuple(found.candidate.plan.sizes.values()) for found in best]
+    times, meshes = [found.time.total for found in best], [tuple(found.plan.sizes.values()) for found in best]
     assert times == sorted(times) and len(set(meshes)) == len(meshes) == 6
     assert all(math.prod(mesh) == 4 for mesh in meshes) and all(found.gib <= H200.memory_gib for found in best)
 
@@ -53,7 +54,7 @@ def test_the_files_own_values_of_varied_keys_need_not_suit_what_is_pinned(eight_
     assert any(each.startswith("batch.num_microbatches=") for each in changed)
     assert any(each.startswith("mesh.tensor=") for each in changed)
     config = load_config(path, [*pinned, *changed])
-    assert check_mesh(config, 2) == fastest.candidate.plan.sizes
+    assert check_mesh(config, 2) == fastest.plan.sizes
     with pytest.raises(InputError, match="batch.num_microbatches=16"):
         Search(path, [*pinned, "batch.num_microbatches=16"], 2, H200).best(1)
 
@@ -61,7 +62,7 @@ def test_the_files_own_values_of_varied_keys_need_not_suit_what_is_pinned(eight_
 def test_microbatches_divide_each_size_of_a_batch_schedule(config):
     """Of a batch of 8 that begins with 4, so that one microbatch is not possible."""
     pinned = ["batch.schedule={0: 4, 1M: 8}"]
-    found = [each.candidate.config.batch for each in Search(config, pinned, 2, H200).best(3)]
+    found = [each.config.batch for each in Search(config, pinned, 2, H200).best(3)]
     assert found and all(batch.global_size == 8 and batch.num_microbatches in (2, 4, 8) for batch in found)
     with pytest.raises(InputError, match=r"batch.num_microbatches=1 rules out .* set batch.num_microbatches to 2, 4"):
         Search(config, [*pinned, "batch.num_microbatches=1"], 2, H200).best(1)
@@ -84,17 +85,17 @@ def test_no_other_mesh_is_faster(config):
 def test_the_search_finds_what_trying_everything_finds(config):
     """Each combination is loaded from the file and its memory is estimated; the limits rule out some and all."""
     pinned = ["model.num_experts=4", "model.num_layers=4", "batch.global_size=2", "mesh.context=1"]
-    vary, ways = Search(config, pinned, 2, H200).variations, list[list[Found]]()
+    vary, ways = Search(config, pinned, 2, H200).variations, list[list[Candidate]]()
     for settings in vary.first_pass("full"):
         for experts, change in itertools.product(vary.experts_over(settings), vary.schedules(settings)):
             ways.append([])
             for remat in vary.remats(change):
-                overrides = Found({**settings, **change, **experts, **remat}, ways, H200).overrides
+                overrides = as_overrides({**settings, **change, **experts, **remat})
                 with contextlib.suppress(ConfigError):
                     ways[-1].append(explained(config, [*pinned, *overrides], 2, H200))
     memory = sorted(found.gib for found in itertools.chain(*ways))
     for limit in memory[len(memory) // 3], memory[-1]:
-        expected: dict[tuple, Found] = {}
+        expected: dict[tuple, Candidate] = {}
         fitting = filter(None, (next((found for found in way if found.gib <= limit), None) for way in ways))
         for found in sorted(fitting, key=lambda found: found.time.total):
             expected.setdefault(found.mesh, found)
@@ -110,10 +111,10 @@ def test_the_axes_of_experts_are_varied_too(config):
     experts = ["model.num_experts=8", "model.ffn_hidden_size=4096", "mesh.context=2", "batch.global_size=2"]
     [best] = Search(config, experts, 2, H200).best(1)
     [whole] = Search(config, [*experts, "mesh.experts_over=[expert]"], 2, H200).best(1)
-    assert best.candidate.config.mesh.experts_over == ("expert", "context")
-    assert whole.candidate.config.mesh.experts_over == ("expert",) and best.time.total < whole.time.total
+    assert best.config.mesh.experts_over == ("expert", "context")
+    assert whole.config.mesh.experts_over == ("expert",) and best.time.total < whole.time.total
     over_context = [
-        sum(number for axes, number in found.candidate.storage.state.parameters.items() if "context" in axes)
+        sum(number for axes, number in found.storage.state.parameters.items() if "context" in axes)
         for found in (whole, best)
     ]
     # 8 layers of 8 experts with three matrices of 4096 × 4096; a device has half of them.
@@ -123,8 +124,8 @@ def test_the_axes_of_experts_are_varied_too(config):
 def test_pinned_keys_are_kept_and_what_changes_numbers_is_not_varied(config):
     pinned = ["mesh={tensor: 4, fsdp: -1}", "remat.policy=full", "precision.gradients=bfloat16"]
     for found in Search(config, pinned, 8, H200).best(2):
-        chosen = found.candidate.config
-        assert found.candidate.plan.sizes["tensor"] == 4 and chosen.remat.policy == "full"
+        chosen = found.config
+        assert found.plan.sizes["tensor"] == 4 and chosen.remat.policy == "full"
         assert chosen.precision.gradients == "bfloat16" and chosen.batch.global_size == 8
         assert not any("tensor" in override or "policy" in override for override in found.overrides)
 
@@ -143,7 +144,7 @@ def test_each_key_that_is_varied_is_kept_if_it_is_pinned(config, pinned):
     key, _, value = pinned.partition("=")
     beside = ["mesh.pipeline=2"] * key.startswith("pipeline") + ["remat.policy=full"] * key.startswith("remat")
     search = Search(config, [pinned, *beside], 2, H200)
-    chosen = [each.candidate.config.model_dump() for each in search.best(2)]
+    chosen = [each.config.model_dump() for each in search.best(2)]
     section, name = key.split(".")
     assert {str(each[section][name]).replace(" ", "") for each in chosen} == {value.replace("[", "(").replace("]", ")")}
 
@@ -152,8 +153,8 @@ def test_keys_beside_a_pinned_one_in_braces_are_kept(config):
     [found] = Search(
         config, ["batch={num_microbatches: 2, global_size: 4}", "remat={policy: full, group: 2}"], 2, H200
     ).best(1)
-    assert found.candidate.config.batch.global_size == 4 and found.candidate.plan.batch_shape[0] == 2
-    assert found.candidate.config.remat.group == 2
+    assert found.config.batch.global_size == 4 and found.plan.batch_shape[0] == 2
+    assert found.config.remat.group == 2
 
 
 def test_fp8_is_tried_if_asked_for_and_nothing_sets_its_recipe(config, tmp_path):
@@ -177,13 +178,13 @@ def test_layers_that_no_even_layout_holds_have_pipelines_too(config):
     """Seven layers on four stages; a pattern of layers that only a layout of its own keeps."""
     pinned = ["mesh.pipeline=4", "batch.num_microbatches=8"]
     [found] = Search(config, [*pinned, "model.num_layers=7"], 4, H200).best(1)
-    assert found.candidate.config.pipeline.virtual_stages == 2 and found.candidate.plan.layer_table.shape[2] == 1
+    assert found.config.pipeline.virtual_stages == 2 and found.plan.layer_table.shape[2] == 1
     pattern = ["model.num_layers=12", "model.layer_pattern=[local,local,global]", "model.sliding_window=1024"]
     [found] = Search(config, [*pinned[1:], *pattern, "mesh.pipeline=2", "pipeline.virtual_stages=1"], 2, H200).best(1)
-    assert found.candidate.config.pipeline.layout is None  # six layers on each
+    assert found.config.pipeline.layout is None  # six layers on each
     pattern[0] = "model.num_layers=10"
     [found] = Search(config, [*pinned[1:], *pattern, "mesh.pipeline=2", "pipeline.virtual_stages=1"], 2, H200).best(1)
-    assert found.candidate.config.pipeline.layout == (6, 4) and "pipeline.layout=[6,4]" in found.overrides
+    assert found.config.pipeline.layout == (6, 4) and "pipeline.layout=[6,4]" in found.overrides
 
 
 @pytest.mark.parametrize(
@@ -238,8 +239,8 @@ def test_layouts_of_dense_and_moe_layers_differ_in_their_slots(config):
 def test_the_overrides_give_the_candidate_again(config, best):
     for found in best[:2]:
         again = explained(config, found.overrides, 4, H200)
-        assert again.candidate.plan.sizes == found.candidate.plan.sizes
-        assert again.time == found.time and again.candidate.memory == found.candidate.memory
+        assert again.plan.sizes == found.plan.sizes
+        assert again.time == found.time and again.memory == found.memory
 
 
 def test_the_link_class_decides_how_fast_a_group_is():
@@ -355,7 +356,7 @@ def test_the_usual_recipe_has_a_sequence_in_a_microbatch_and_recomputes_what_doe
         for policy in ("full", "none")
     )
     for memory, policy in ((most, "none"), ((least + most) / 2, "full")):
-        usual = Search(config, [], 2, replace(H200, memory_gib=memory)).usual().candidate
+        usual = Search(config, [], 2, replace(H200, memory_gib=memory)).usual()
         assert (usual.config.batch.num_microbatches, usual.config.remat.policy) == (8, policy)
         assert usual.plan.sizes == check_mesh(load_config(config, ["mesh.tensor=2"]), 2)
 
@@ -364,7 +365,7 @@ def test_all_is_recomputed_where_nothing_else_fits(config):
     pinned = ["mesh.tensor=2", "mesh.pipeline=1", "mesh.context=1", "batch.num_microbatches=8"]
     least = explained(config, [*pinned, "remat.policy=full"], 2, H200)
     [found] = Search(config, pinned, 2, replace(H200, memory_gib=least.gib)).best(1)
-    assert found.candidate.config.remat.policy == "full" and found.gib <= least.gib
+    assert found.config.remat.policy == "full" and found.gib <= least.gib
 
 
 def test_a_config_that_the_usual_recipe_does_not_fit_gets_the_reason(config, capsys):

@@ -90,7 +90,7 @@ def small(gpus: int = 1, **sections: dict) -> StepTime:
     model, batch = SMALL | sections.pop("model", {}), {"global_size": 4, "sequence_length": 512}
     batch |= sections.pop("batch", {})
     config = Config.model_validate({"model": model, "batch": batch, "data": {"kind": "synthetic"}, **sections})
-    return Candidate.of(config, check_mesh(config, gpus)).time(H200)
+    return Candidate.of(config, check_mesh(config, gpus)).time
 
 
 def test_each_fitted_constant_is_a_multiple_of_what_its_comment_says():
@@ -223,7 +223,7 @@ def test_the_head_reads_and_writes_the_sum_of_its_gradients_between_chunks(chunk
     weights = 128 * 1024
     moved = 3.5 * 64 * 1024 + (chunks - 1) * 2 * 4 * weights
     expected = 6 * 64 * weights / H200.matmul_flops(128, False) + moved / H200.memory_bytes
-    assert Candidate.of(config, check_mesh(config, 1)).time(H200).head == pytest.approx(expected)
+    assert Candidate.of(config, check_mesh(config, 1)).time.head == pytest.approx(expected)
 
 
 def test_recomputation_leaves_out_the_last_matmul_of_a_layer():

@@ -330,7 +330,7 @@ def test_a_prediction_for_one_axis_counts_in_a_row_of_several_axes_if_it_has_non
 )
 def test_the_rows_of_the_prediction_add_up_to_the_planners_time(name, overrides):
     config = load_config(name, overrides)
-    rows, time = predict(config, 4, H200), Candidate.of(config, check_mesh(config, 4)).time(H200)
+    rows, time = predict(config, 4, H200), Candidate.of(config, check_mesh(config, 4)).time
     assert sum(rows.values()) == pytest.approx(1e3 * time.total)
     # A layer's forward pass, which is computed again, is a third of its time; its last matmul is not needed.
     recomputed = config.remat.policy == "full"

@@ -12,6 +12,7 @@ from megajax.console import terminal_width
 from megajax.errors import ConfigError, InputError, counted
 from megajax.files import replace_text
 from megajax.tools.plan import DEVICE_NAMES
+from megajax.tools.plan.candidates import Candidate
 from megajax.tools.plan.compile import require_plugin
 from megajax.tools.plan.explain import best_microbatches, explain, mesh_overrides
 from megajax.tools.plan.picture import picture
@@ -26,7 +27,7 @@ from megajax.tools.plan.report import (
     table,
     write_config,
 )
-from megajax.tools.plan.search import Found, Search, explained, missing_settings
+from megajax.tools.plan.search import Search, explained, missing_settings
 
 COMPILE_SECONDS = 1800.0
 type Tell = Callable[[str], None]  # gets the text of the progress
@@ -59,16 +60,16 @@ def plan(options: argparse.Namespace, rates: Rates, tell: Tell) -> list[str]:
     for number, found in enumerate(best[: options.compile]):
         tell(f"compiling {number + 1} of {options.compile}: {mesh_text(found)}")
         try:
-            compiled[number] = xla_gib(options, found, rates)
+            compiled[number] = xla_gib(options, found)
         except InputError as error:
             notes.append(f"Its memory is an estimate: {error}")
     usual = _usual(search) if options.usual else None
     fitting = [n for n in range(len(best)) if compiled.get(n, 0) <= rates.memory_gib]
     if not fitting:
         raise InputError("none of the compiled candidates fits by XLA's figures: raise --compile and --top.")
-    rows = [cells(best[n], rates, options.margin, compiled.get(n)) for n in fitting]
-    if isinstance(usual, Found):
-        mesh, *other_cells = cells(usual, rates, options.margin)
+    rows = [cells(best[n], options.margin, compiled.get(n)) for n in fitting]
+    if isinstance(usual, Candidate):
+        mesh, *other_cells = cells(usual, options.margin)
         rows.append((f"usual: {mesh}", *other_cells))
     where, origin = f"{counted(options.gpus, rates.name)}, hosts of {rates.hosts_of}", rates.origin
     if search.base.precision.compute == "float32" and options.rates is None:
@@ -80,17 +81,17 @@ def plan(options: argparse.Namespace, rates: Rates, tell: Tell) -> list[str]:
     ]
     lines.append(limit_line(rates, rows, options.margin))
     if usual is not None:
-        lines.append(_usual_line(usual, best[fitting[0]], rates))
+        lines.append(_usual_line(usual, best[fitting[0]]))
     lines += notes
     if options.fp8:
         lines.append("FP8 changes the training. One row at least is without it.")
     winner = best[fitting[0]]
     changed = search.changed(winner)
     lines += ["", f"The fastest: {' '.join(changed) or 'the config as it is'}", *budget(options, winner)]
-    return [*lines, *written(options, winner, rates, changed)]
+    return [*lines, *written(options, winner, changed)]
 
 
-def _usual(search: Search) -> Found | ConfigError:
+def _usual(search: Search) -> Candidate | ConfigError:
     """The usual recipe, or the reason why the config cannot have it."""
     try:
         return search.usual()
@@ -98,28 +99,28 @@ def _usual(search: Search) -> Found | ConfigError:
         return error
 
 
-def _usual_line(usual: Found | ConfigError, winner: Found, rates: Rates) -> str:
+def _usual_line(usual: Candidate | ConfigError, winner: Candidate) -> str:
     """The sentence on the usual recipe beside the winner."""
     if isinstance(usual, ConfigError):
         return f"The usual recipe is not possible with this config: {usual}"
-    fits = "" if usual.gib <= rates.memory_gib else ", and does not fit"
+    fits = "" if usual.gib <= usual.rates.memory_gib else ", and does not fit"
     return f"The usual recipe takes {more_time(usual, winner)}{fits}."
 
 
-def written(options: argparse.Namespace, found: Found, rates: Rates, settings: Sequence[str]) -> list[str]:
+def written(options: argparse.Namespace, found: Candidate, settings: Sequence[str]) -> list[str]:
     """The line on the config file of a candidate, which is written here; none without --write."""
     if options.write is None:
         return []
-    gpus = counted(options.gpus, rates.name)
+    gpus = counted(options.gpus, found.rates.name)
     note = f"megajax plan: {gpus}, {1e3 * found.time.total:,.0f} ms a step, {found.gib:.1f} GiB"
     write_config(options.write, options.config, [*options.overrides, *settings], f"{note} a GPU (estimates)")
     return [f"Written: {options.write}, for megajax train"]
 
 
-def xla_gib(options: argparse.Namespace, found: Found, rates: Rates) -> float:
+def xla_gib(options: argparse.Namespace, found: Candidate) -> float:
     """XLA's GiB of a GPU, compiled in a process of its own. Raises InputError if it does not compile."""
     command = [sys.executable, "-m", "megajax.tools.compile", "--json", str(options.config), *options.overrides]
-    command += [*found.overrides, "--gpus", str(options.gpus), "--device", rates.name]
+    command += [*found.overrides, "--gpus", str(options.gpus), "--device", found.rates.name]
     environment = {"XLA_FLAGS": "--xla_gpu_autotune_level=0", **os.environ}
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=COMPILE_SECONDS)
@@ -138,11 +139,11 @@ def one_mesh(options: argparse.Namespace, rates: Rates, _: Tell) -> list[str]:
     settings += best_microbatches(options, [*options.overrides, *settings], rates)
     overrides = [*options.overrides, *settings]
     found = explained(options.config, overrides, options.gpus, rates)
-    lines = explain(options, found, overrides, rates)
+    lines = explain(options, found, overrides)
     if options.picture is not None:
         replace_text(options.picture, picture(found))
         lines.append(f"Picture: {options.picture}")
-    return [*lines, *written(options, found, rates, settings)]
+    return [*lines, *written(options, found, settings)]
 
 
 def fewest(options: argparse.Namespace, rates: Rates, tell: Tell) -> list[str]:
@@ -156,12 +157,12 @@ def fewest(options: argparse.Namespace, rates: Rates, tell: Tell) -> list[str]:
             gpus, reason = 2 * gpus, str(error)
             continue
         options.gpus = gpus
-        rows = [cells(found, rates, options.margin)]
+        rows = [cells(found, options.margin)]
         lines = [
             f"The fewest that hold it, of powers of two: {counted(gpus, rates.name)}",
             "",
             *table(rows, options.markdown, terminal_width()),
         ]
         lines.append(limit_line(rates, rows, options.margin))
-        return [*lines, *written(options, found, rates, found.overrides)]
+        return [*lines, *written(options, found, found.overrides)]
     raise InputError(f"--gpus={options.gpus} is too few: {reason}")

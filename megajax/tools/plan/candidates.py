@@ -10,25 +10,46 @@ from typing import Any
 from megajax.config import Config
 from megajax.estimate.memory import MemoryEstimate, estimate_memory, peaks
 from megajax.estimate.optimizer_memory import matrix_operations, shards, state_bytes
-from megajax.kernel_choice import HOPPER, Hardware
 from megajax.optim.slots import OptimizerSlots
 from megajax.sharding import BLOCKS
 from megajax.step_plan import StepPlan
-from megajax.tools.plan.rates import Rates
+from megajax.tools.plan.rates import GIB, H200, Rates
 from megajax.tools.plan.step_time import StepTime, StoredState, estimate_time
+from megajax.tools.plan.variations import Settings, as_overrides
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A checked config with the sizes of its mesh."""
+    """The plan of a config on a mesh of GPUs; `settings` are its values of the keys that a search varies."""
 
-    config: Config
     plan: StepPlan
+    rates: Rates
+    settings: Settings
 
     @classmethod
-    def of(cls, config: Config, sizes: Mapping[str, int], hardware: Hardware = HOPPER) -> "Candidate":
+    def of(
+        cls, config: Config, sizes: Mapping[str, int], rates: Rates = H200, settings: Settings | None = None
+    ) -> "Candidate":
         """The candidate of a config that `check_mesh` accepts on these sizes. ConfigError: a kernel cannot run."""
-        return cls(config, StepPlan.make(config, sizes, hardware))
+        return cls(StepPlan.make(config, sizes, rates.hardware), rates, settings or {})
+
+    @property
+    def config(self) -> Config:
+        return self.plan.config
+
+    @property
+    def overrides(self) -> list[str]:
+        """The settings for a command line."""
+        return as_overrides(self.settings)
+
+    @property
+    def in_fp8(self) -> bool:
+        return self.config.precision.fp8.chosen.is_on
+
+    @property
+    def mesh(self) -> tuple:
+        """The precision and the sizes of the mesh: a table has one row of each."""
+        return (self.in_fp8, *self.plan.sizes.values())
 
     @cached_property
     def storage(self) -> "Storage":
@@ -37,26 +58,36 @@ class Candidate:
         sections = config.model, config.lora, config.optimizer, config.precision, config.objective, config.teacher
         return _storage(_Stored((*sections, stages, config.mesh.experts_over, *sizes.values()), self.plan))
 
-    def fits(self, limit: float) -> bool:
-        """Whether the estimated memory is at most `limit` bytes; most that do not fit are ruled out early."""
-        if self.storage.bytes > limit:
-            return False
-        return all(peak.total <= limit for peak in peaks(self.plan))
+    @property
+    def storage_fits(self) -> bool:
+        return self.storage.bytes <= self.rates.memory_gib * GIB
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether it fits by the estimate; most that do not are ruled out early."""
+        return self.storage_fits and all(peak.total <= self.rates.memory_gib * GIB for peak in peaks(self.plan))
 
     @cached_property
     def memory(self) -> MemoryEstimate:
         return estimate_memory(self.plan)
 
-    def time(self, rates: Rates) -> StepTime:
-        """The estimated time of a step."""
-        return estimate_time(self.plan, rates, self.storage.state)
+    @property
+    def gib(self) -> float:
+        """Estimated memory of a GPU."""
+        return self.memory.total / GIB
 
-    def least_seconds(self, rates: Rates) -> float:
+    @cached_property
+    def time(self) -> StepTime:
+        """The estimated time of a step."""
+        return estimate_time(self.plan, self.rates, self.storage.state)
+
+    @property
+    def least_seconds(self) -> float:
         """No remat policy makes the step faster than this.
 
         Recomputation hides more collectives of weights, but less of their time than it takes.
         """
-        return estimate_time(self.plan, rates, self.storage.state, recomputes=False).total
+        return estimate_time(self.plan, self.rates, self.storage.state, recomputes=False).total
 
 
 @dataclass(frozen=True)

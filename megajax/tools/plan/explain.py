@@ -13,40 +13,41 @@ from megajax.config.sentences import divisors
 from megajax.console import terminal_width
 from megajax.errors import counted
 from megajax.mesh import describe_hosts
+from megajax.tools.plan.candidates import Candidate
 from megajax.tools.plan.rates import GIB, Rates
 from megajax.tools.plan.report import budget, cells, limit_line, more_time, table
-from megajax.tools.plan.search import Found, explained, most_microbatches
+from megajax.tools.plan.search import explained, most_microbatches
 from megajax.tools.plan.step_time import StepTime
 from megajax.tools.plan.variations import MICROBATCHES
 
 MEMORY = ("parameters", "optimizer", "gradients", "weights", "activations", "working")
 
 
-def explain(options: argparse.Namespace, found: Found, overrides: list[str], rates: Rates) -> list[str]:
+def explain(options: argparse.Namespace, found: Candidate, overrides: list[str]) -> list[str]:
     """Lines on a candidate whose config is that of `overrides`."""
-    time, memory = found.time, found.candidate.memory
-    sizes, hosts = found.candidate.plan.sizes, [gpu // rates.hosts_of for gpu in range(options.gpus)]
+    time, memory, rates = found.time, found.memory, found.rates
+    sizes, hosts = found.plan.sizes, [gpu // rates.hosts_of for gpu in range(options.gpus)]
     parts = {"matmuls": time.matmuls, "attention": time.attention, "head and loss": time.head, **time.losses}
-    rows = [cells(found, rates, options.margin)]
-    lines = [*_cures(options, found, overrides, rates), *table(rows, options.markdown, terminal_width())]
+    rows = [cells(found, options.margin)]
+    lines = [*_cures(options, found, overrides), *table(rows, options.markdown, terminal_width())]
     lines += [limit_line(rates, rows, options.margin), *describe_hosts(sizes, hosts), "", "Time of a step:"]
     lines += [f"  {name:36} {1e3 * s:10,.1f} ms {s / time.total:6.1%}" for name, s in parts.items()]
     lines += ["", *communication(time)]
     lines += ["", f"Memory of a GPU, {found.gib:.1f} of {rates.memory_gib:.1f} GiB:"]
     lines += [f"  {name:36} {getattr(memory, name) / GIB:10,.1f} GiB" for name in MEMORY]
-    lines += ["", largest_microbatch(options, overrides, found, rates), longer(options, overrides, found, rates)]
+    lines += ["", largest_microbatch(options, overrides, found), longer(options, overrides, found)]
     return [*lines, *budget(options, found)]
 
 
-def _cures(options: argparse.Namespace, found: Found, overrides: list[str], rates: Rates) -> list[str]:
+def _cures(options: argparse.Namespace, found: Candidate, overrides: list[str]) -> list[str]:
     """Lines on a mesh that does not fit: what it lacks, and three changes that make it fit, fewest GPUs first.
 
     More GPUs and shorter sequences are tried only if there are fewer than three without them.
     """
-    lacking = found.gib - rates.memory_gib
+    rates, lacking = found.rates, found.gib - found.rates.memory_gib
     if lacking <= 0:
         return []
-    config, sizes = found.candidate.config, found.candidate.plan.sizes
+    config, sizes = found.config, found.plan.sizes
     shards = config.batch_shards(sizes)
     batches = [f"{MICROBATCHES}={n}" for n in divisors(config.batch.global_size // shards)]
     remats = ["remat.policy=selective", "remat.policy=full"]
@@ -67,7 +68,7 @@ def _cures(options: argparse.Namespace, found: Found, overrides: list[str], rate
         for change in (each for each in changes if not any(one < set(each) for one in enough)):
             with contextlib.suppress(ValueError):  # it is not legal
                 other = _changed(options, [*overrides, *change], rates)
-                gpus, seconds = math.prod(other.candidate.plan.sizes.values()), other.time.total
+                gpus, seconds = math.prod(other.plan.sizes.values()), other.time.total
                 fitting += [(gpus, rank // 2, seconds, other.gib, change)] if other.gib <= rates.memory_gib else []
         if len(fitting) >= 3:
             break
@@ -87,7 +88,7 @@ def _cures(options: argparse.Namespace, found: Found, overrides: list[str], rate
     return [*lines, ""]
 
 
-def _changed(options: argparse.Namespace, overrides: list[str], rates: Rates) -> Found:
+def _changed(options: argparse.Namespace, overrides: list[str], rates: Rates) -> Candidate:
     """The candidate with overrides, of which one may be --gpus=N."""
     gpus = next((int(each.removeprefix("--gpus=")) for each in overrides if each.startswith("--gpus=")), options.gpus)
     return explained(options.config, [each for each in overrides if not each.startswith("--gpus=")], gpus, rates)
@@ -139,17 +140,17 @@ def mesh_overrides(text: str) -> list[str]:
     return [f"mesh.{axis}={size}" for axis, size in {**dict.fromkeys(AXES, 1), **data, **named}.items()]
 
 
-def largest_microbatch(options: argparse.Namespace, overrides: list[str], found: Found, rates: Rates) -> str:
+def largest_microbatch(options: argparse.Namespace, overrides: list[str], found: Candidate) -> str:
     """The sentence on the largest microbatch that fits the mesh, with the same batch."""
-    shards = found.candidate.config.batch_shards(found.candidate.plan.sizes)
-    sequences, batch = found.candidate.config.batch.global_size // shards, 0
+    shards = found.config.batch_shards(found.plan.sizes)
+    sequences, batch = found.config.batch.global_size // shards, 0
     for count in divisors(sequences):
         changed = [*overrides, f"{MICROBATCHES}={sequences // count}"]
         try:
-            other = explained(options.config, changed, options.gpus, rates)
+            other = explained(options.config, changed, options.gpus, found.rates)
         except ValueError:  # a pipeline needs a minimum of microbatches
             continue
-        if other.gib > rates.memory_gib:
+        if other.gib > found.rates.memory_gib:
             break
         batch = count
     return (
@@ -159,17 +160,17 @@ def largest_microbatch(options: argparse.Namespace, overrides: list[str], found:
     )
 
 
-def longer(options: argparse.Namespace, overrides: list[str], found: Found, rates: Rates) -> str:
+def longer(options: argparse.Namespace, overrides: list[str], found: Candidate) -> str:
     """The sentence on sequences of twice the length, half as many."""
-    batch = found.candidate.config.batch
+    batch = found.config.batch
     changed = [f"batch.sequence_length={2 * batch.sequence_length}", f"batch.global_size={batch.global_size // 2}"]
     changed = [*overrides, *changed]
     try:
-        other = explained(options.config, changed, options.gpus, rates)
+        other = explained(options.config, changed, options.gpus, found.rates)
     except ValueError as error:
         try:  # as many sequences of a microbatch
             fewer = f"{MICROBATCHES}={max(1, batch.num_microbatches // 2)}"
-            other = explained(options.config, [*changed, fewer], options.gpus, rates)
+            other = explained(options.config, [*changed, fewer], options.gpus, found.rates)
         except ValueError:
             return f"Sequences of twice the length, half as many, are refused: {error}"
     return f"Sequences of twice the length, half as many: {more_time(other, found)}, {other.gib:.1f} GiB"

@@ -10,8 +10,8 @@ from megajax.step.pipeline.buffers import schedule_of
 from megajax.step.pipeline.simulator import Costs
 from megajax.svg import FAINT, empty_picture, rectangle, text, text_width, written
 from megajax.tools import schedule as schedules
+from megajax.tools.plan.candidates import Candidate
 from megajax.tools.plan.report import mesh_text
-from megajax.tools.plan.search import Found
 from megajax.tools.plan.step_time import StepTime
 from megajax.tools.plan.work import Traffic
 
@@ -49,17 +49,17 @@ class StepPhase:
         return self.computation + sum(each.exposed for each in self.traffic.values())
 
 
-def picture(found: Found) -> str:
+def picture(found: Candidate) -> str:
     """The text of the SVG file."""
-    return of_pipeline(found) if found.candidate.plan.is_pipelined else of_phases(found)
+    return of_pipeline(found) if found.plan.is_pipelined else of_phases(found)
 
 
-def of_pipeline(found: Found) -> str:
+def of_pipeline(found: Candidate) -> str:
     """The schedule; costs are ms of a microbatch on a whole stage. The forward pass has the head, which stages share.
 
     Recomputation and copies are in the backward pass.
     """
-    schedule, time = schedule_of(found.candidate.plan), found.time
+    schedule, time = schedule_of(found.plan), found.time
     layers = time.layers / schedule.microbatches
     again = (time.recomputed.total + time.loops) / schedule.microbatches
     forward, matrices = time.forward * layers, time.matrices * layers
@@ -69,7 +69,7 @@ def of_pipeline(found: Found) -> str:
     return schedules.svg(schedule, Costs(*costs), "ms")
 
 
-def of_phases(found: Found) -> str:
+def of_phases(found: Candidate) -> str:
     """Time from left to right, computation in the first row, a row for the collectives of each axis."""
     time, phases = found.time, list(phases_of(found))
     axes = [axis for axis in AXES if axis in time.traffic]
@@ -98,12 +98,12 @@ def of_phases(found: Found) -> str:
     return written(drawing)
 
 
-def phases_of(found: Found) -> Iterator[StepPhase]:
+def phases_of(found: Candidate) -> Iterator[StepPhase]:
     """The phases of a step without a pipeline.
 
     Over `fsdp` weights are gathered in every microbatch; over other axes before the first and after the last.
     """
-    time, count = found.time, found.candidate.config.batch.num_microbatches
+    time, count = found.time, found.config.batch.num_microbatches
     first, again = time.computation / count, (time.recomputed.total + time.loops) / count
     shares = {"forward": time.forward, "backward": 1 - time.forward}
     for microbatch in range(count):
@@ -137,9 +137,9 @@ def _box(drawing: ElementTree.Element, x: float, row: int, width: float, color: 
         ElementTree.SubElement(box, "title").text = hint
 
 
-def _heading(drawing: ElementTree.Element, found: Found, names: set[str], sends: bool) -> None:
+def _heading(drawing: ElementTree.Element, found: Candidate, names: set[str], sends: bool) -> None:
     """Title, figures and legend."""
-    config, time = found.candidate.config, found.time
+    config, time = found.config, found.time
     text(drawing, LEFT, 24, f"{config.run.name}: {mesh_text(found)}", font_size="16", font_weight="600")
     microbatches = counted(config.batch.num_microbatches, "microbatch")
     text(drawing, LEFT, 46, f"a step of {_ms(time.total)}, {microbatches}, estimated")

@@ -14,8 +14,8 @@ from megajax.console import aligned
 from megajax.errors import counted
 from megajax.files import replace_text
 from megajax.schema.tree import Dumper, Tree, read_override
+from megajax.tools.plan.candidates import Candidate
 from megajax.tools.plan.rates import Rates
-from megajax.tools.plan.search import Found
 from megajax.tools.plan.step_time import tokens_per_second, utilization
 
 HEAD = ("mesh", "between hosts", "microbatches", "recomputed", "GiB", "ms a step", "tokens/s a GPU", "MFU", "lost to")
@@ -26,9 +26,9 @@ BETWEEN = "^"  # mark of an axis between hosts
 NARROWEST = 20  # characters of a mesh
 
 
-def mesh_text(found: Found) -> str:
+def mesh_text(found: Candidate) -> str:
     """The axes above 1, with the schedule of a pipeline, the axes that divide the experts, and FP8."""
-    sizes, config = found.candidate.plan.sizes, found.candidate.config
+    sizes, config = found.plan.sizes, found.config
     text = " × ".join(f"{axis} {sizes[axis]}" for axis in AXES if sizes[axis] > 1) or "one GPU"
     over = [axis for axis in config.mesh.experts_over if axis != "expert" and sizes[axis] > 1]
     if config.model.num_experts and over:
@@ -53,7 +53,7 @@ def _layout_text(layout: Sequence[int]) -> str:
     return " ".join(f"{count}×{layers}" if count > 1 else str(layers) for count, layers in groups)
 
 
-def between_hosts(found: Found) -> str:
+def between_hosts(found: Candidate) -> str:
     """The axes whose groups are on several hosts."""
     return ", ".join(axis for axis in AXES if axis in found.time.between_hosts) or "–"
 
@@ -73,15 +73,15 @@ def limit_line(rates: Rates, rows: Sequence[Sequence[str]], margin: float) -> st
     return f"{line}."
 
 
-def cells(found: Found, rates: Rates, margin: float, compiled: float | None = None) -> tuple[str, ...]:
+def cells(found: Candidate, margin: float, compiled: float | None = None) -> tuple[str, ...]:
     """A row of the table; `compiled`: XLA's GiB in place of the estimate."""
-    config, seconds = found.candidate.config, found.time.total
+    config, seconds = found.config, found.time.total
     remat = config.remat.policy + (f", {counted(config.remat.layers, 'layer')}" if config.remat.layers else "")
     losses = ", ".join(f"{name} {s / seconds:.0%}" for name, s in list(found.time.losses.items())[:3])
-    speed = tokens_per_second(found.candidate.plan, seconds)
-    gib = memory_text(found.gib if compiled is None else compiled, rates, margin)
+    speed = tokens_per_second(found.plan, seconds)
+    gib = memory_text(found.gib if compiled is None else compiled, found.rates, margin)
     gib += "" if compiled is None else XLAS
-    mfu, batch = utilization(found.candidate.plan, rates, seconds), str(config.batch.num_microbatches)
+    mfu, batch = utilization(found.plan, found.rates, seconds), str(config.batch.num_microbatches)
     times = gib, f"{1e3 * seconds:,.0f}", f"{speed:,.0f}", f"{mfu:.1%}"
     return mesh_text(found), between_hosts(found), batch, remat, *times, losses
 
@@ -137,17 +137,17 @@ def fit(line: str, width: int | None) -> list[str]:
     return [*(f"{each}{end}" for each in lines), last]
 
 
-def more_time(one: Found, other: Found) -> str:
+def more_time(one: Candidate, other: Candidate) -> str:
     """How much more time `one` takes than `other`, such as "7% more time"."""
     share = one.time.total / other.time.total - 1
     return f"{abs(share):.0%} {'more' if share >= 0 else 'less'} time"
 
 
-def budget(options: argparse.Namespace, found: Found) -> list[str]:
+def budget(options: argparse.Namespace, found: Candidate) -> list[str]:
     """Days and GPU-hours for a number of tokens."""
     if not options.tokens:
         return []
-    rate = options.gpus * tokens_per_second(found.candidate.plan, found.time.total)
+    rate = options.gpus * tokens_per_second(found.plan, found.time.total)
     hours = options.tokens / rate / 3600
     return [f"{options.tokens:.3g} tokens: {hours / 24:,.1f} days, {hours * options.gpus:,.0f} GPU-hours"]
 

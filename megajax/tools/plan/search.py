@@ -14,7 +14,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -27,49 +26,16 @@ from megajax.errors import ConfigError, InputError, counted
 from megajax.ops.fp8 import ADA
 from megajax.options.fp8_recipes import CURRENT, NONE
 from megajax.options.remat import POLICIES
-from megajax.schema.tree import Tree, as_override, read_override
+from megajax.schema.tree import Tree, read_override
 from megajax.tools.plan.candidates import Candidate
-from megajax.tools.plan.rates import GIB, Rates, hosts_of
-from megajax.tools.plan.step_time import StepTime
-from megajax.tools.plan.variations import FP8, LAYOUT, MICROBATCHES, NEUTRAL, VARIED, Settings, Variations
+from megajax.tools.plan.rates import Rates, hosts_of
+from megajax.tools.plan.variations import FP8, LAYOUT, MICROBATCHES, NEUTRAL, VARIED, Settings, Variations, as_overrides
 
 MESHES_EXPANDED = 24  # fastest pairs of mesh and microbatches of the first pass, of each remat policy
 SMALLEST = 24  # candidates with the fewest bytes that are asked whether anything fits without a pinned key
 SECTIONS = sorted({key.split(".")[0] for key in (*VARIED, FP8)})
 ROUNDING = 1e-9  # of a lower limit of a time
 SEQUENCE_LENGTH, SEQUENCES_OF_A_GPU = 4096, 4  # of a config that sets no batch
-
-
-@dataclass(frozen=True)
-class Found:
-    """A legal candidate; `settings` are its values of the varied keys."""
-
-    settings: Settings
-    candidate: Candidate
-    rates: Rates
-
-    @cached_property
-    def time(self) -> StepTime:
-        return self.candidate.time(self.rates)
-
-    @property
-    def gib(self) -> float:
-        """Estimated memory of a GPU."""
-        return self.candidate.memory.total / GIB
-
-    @property
-    def overrides(self) -> list[str]:
-        """The settings for a command line."""
-        return _as_overrides(self.settings)
-
-    @property
-    def mesh(self) -> tuple:
-        """The precision and the sizes of the mesh: a table has one row of each."""
-        return (self.in_fp8, *self.candidate.plan.sizes.values())
-
-    @property
-    def in_fp8(self) -> bool:
-        return self.candidate.config.precision.fp8.chosen.is_on
 
 
 @dataclass
@@ -104,7 +70,7 @@ class Search:
             neutral = {**NEUTRAL, **policy}
             if (batch := self.varied_sections["batch"]).get("schedule"):  # microbatches that divide each of its sizes
                 neutral[MICROBATCHES] = batch.get("global_size", 1)
-            self.base = load_config(self.path, [*self.kept, *_as_overrides(neutral)])
+            self.base = load_config(self.path, [*self.kept, *as_overrides(neutral)])
             self.written = self.base.model_copy(update=self._sections(self.varied_sections))
         self.variations = Variations(self.base, self.fixed, self.gpus, self.rates.hosts_of)
         check_counted(self.base)
@@ -114,7 +80,7 @@ class Search:
             recipe = self.base.precision.fp8.recipe
             raise InputError(f"--fp8 tries {FP8}, but it is set to {recipe} ({where}): leave one of them out.")
 
-    def best(self, count: int) -> list[Found]:
+    def best(self, count: int) -> list[Candidate]:
         """The fastest candidates that fit, at most `count`, one of each mesh and precision.
 
         With `fp8` the fastest without it follows if it is not among them. Raises InputError if there is none.
@@ -123,26 +89,22 @@ class Search:
         found = [each for recipe in recipes for each in self._expanded(recipe, count)]
         if not found:
             raise InputError(self._no_mesh())
-        if not any(map(self.fits, found)):
+        if not any(each.fits for each in found):
             raise InputError(self._nothing_fits(self._smallest(found)))
-        fitting: dict[tuple, Found] = {}
+        fitting: dict[tuple, Candidate] = {}
         for each in sorted(found, key=_seconds):
             enough = len(fitting) >= count and (each.in_fp8 or any(not other.in_fp8 for other in fitting.values()))
-            if each.mesh not in fitting and not enough and self.fits(each):
+            if each.mesh not in fitting and not enough and each.fits:
                 fitting[each.mesh] = each
         return list(fitting.values())
 
-    def fits(self, found: Found) -> bool:
-        """Whether a candidate fits by the estimate; what is stored may be too much already."""
-        return found.candidate.fits(self.rates.memory_gib * GIB)
-
-    def changed(self, found: Found) -> list[str]:
+    def changed(self, found: Candidate) -> list[str]:
         """The overrides of a candidate without those that the config has anyway."""
         have = {key: value(self.written, key) for key in found.settings}
         have = {key: list(x) if isinstance(x, tuple) else x for key, x in have.items()}
-        return _as_overrides({key: new for key, new in found.settings.items() if have[key] != new})
+        return as_overrides({key: new for key, new in found.settings.items() if have[key] != new})
 
-    def usual(self) -> Found:
+    def usual(self) -> Candidate:
         """Megatron's habit: tensor over 8 GPUs, 8 stages, data over the rest, a sequence in a microbatch, 1F1B.
 
         With the least recomputation that fits. Raises ConfigError if it is not legal.
@@ -174,7 +136,7 @@ class Search:
         for key in self.fixed:
             if next(self._without(key)._legal(), None):
                 return f"{self._named(key)} rules out every mesh of {counted(self.gpus, 'GPU')}: {reason}"
-        pinned = " ".join(_as_overrides(self.fixed)) or f"batch.global_size={self.base.batch.global_size}"
+        pinned = " ".join(as_overrides(self.fixed)) or f"batch.global_size={self.base.batch.global_size}"
         if self.fixed or not self.refusals:
             return f"{pinned} leaves no mesh of {counted(self.gpus, 'GPU')}: {reason}"
         return f"no mesh of {counted(self.gpus, 'GPU')} is possible; the most frequent reason: {frequent}"
@@ -185,49 +147,48 @@ class Search:
         batch = {MICROBATCHES: size if self.base.batch.schedule else most_microbatches(stages, size)}
         settings = {**NEUTRAL, **batch, **self.fixed}
         try:
-            explained(self.path, [*self.kept, *_as_overrides(settings)], self.gpus, self.rates)
+            explained(self.path, [*self.kept, *as_overrides(settings)], self.gpus, self.rates)
         except ConfigError as error:
             return str(error)
         return None
 
-    def _nothing_fits(self, closest: Found) -> str:
+    def _nothing_fits(self, closest: Candidate) -> str:
         """The sentence if nothing fits: the closest, what it lacks, and a pinned key that rules out what would fit."""
         lacking, gpus = closest.gib - self.rates.memory_gib, counted(self.gpus, self.rates.name)
         needs = f"the closest needs {closest.gib:.1f} GiB, {lacking:.1f} more than a GPU has"
         for key in self.fixed:
-            other = self._without(key)
-            if any(map(self.fits, other._probably_smallest())):
+            if any(each.fits for each in self._without(key)._probably_smallest()):
                 return (
                     f"{self._named(key)} rules out every mesh of {gpus} that holds this: "
                     f"{needs}. Without it some fit: choose another value, or leave it out."
                 )
-        settings = " ".join(_as_overrides({**self.fixed, **closest.settings}))
+        settings = " ".join(as_overrides({**self.fixed, **closest.settings}))
         return f"no mesh of {gpus} holds this: {needs} ({settings}): use more GPUs, or a smaller batch."
 
     def _without(self, key: str) -> "Search":
         """The same search with a pinned key varied."""
         fixed = {other: value for other, value in self.fixed.items() if other != key}
-        return Search(self.path, [*self.kept, *_as_overrides(fixed)], self.gpus, self.rates, self.fp8)
+        return Search(self.path, [*self.kept, *as_overrides(fixed)], self.gpus, self.rates, self.fp8)
 
     def _named(self, key: str) -> str:
-        return " ".join(_as_overrides({key: self.fixed[key]}))
+        return " ".join(as_overrides({key: self.fixed[key]}))
 
-    def _legal(self) -> Iterator[Found]:
+    def _legal(self) -> Iterator[Candidate]:
         """The legal candidates of the first pass, with the policy that recomputes most."""
         for policy in self.variations.values("remat.policy", ["full"]):
             yield from (found for settings in self.variations.first_pass(policy) if (found := self.evaluate(settings)))
 
-    def _probably_smallest(self) -> list[Found]:
+    def _probably_smallest(self) -> list[Candidate]:
         """The legal candidates that probably need the least memory: by their weights and the inputs of their layers."""
         state, stream = 16, 2 * self.base.model.hidden_size * self.base.model.num_layers  # bytes
 
-        def size(found: Found) -> float:
-            plan, stored = found.candidate.plan, found.candidate.storage.state.parameters
+        def size(found: Candidate) -> float:
+            plan, stored = found.plan, found.storage.state.parameters
             return state * stored.total() + stream * plan.tokens / plan.sizes["tensor"]
 
         return sorted(self._legal(), key=size)[:SMALLEST]
 
-    def evaluate(self, settings: Settings) -> Found | None:
+    def evaluate(self, settings: Settings) -> Candidate | None:
         """The candidate with these settings; None if it is refused, with the reason in `refusals`."""
         self.tried += 1
         self.tell(self.tried)
@@ -237,12 +198,12 @@ class Search:
             self.refusals[str(error)] += 1
             return None
 
-    def _made(self, settings: Settings) -> Found:
+    def _made(self, settings: Settings) -> Candidate:
         """The candidate with these settings. Raises ConfigError if it is not legal."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            config = self._config(_as_overrides({**self.fixed, **settings}))
-        return Found(settings, Candidate.of(config, check_mesh(config, self.gpus), self.rates.hardware), self.rates)
+            config = self._config(as_overrides({**self.fixed, **settings}))
+        return Candidate.of(config, check_mesh(config, self.gpus), self.rates, settings)
 
     def _sections(self, values: dict) -> dict:
         """The sections of a config, by name."""
@@ -262,7 +223,7 @@ class Search:
         check_combinations(config)
         return config
 
-    def _expanded(self, recipe: str | None, count: int) -> list[Found]:
+    def _expanded(self, recipe: str | None, count: int) -> list[Candidate]:
         """Candidates of the second pass with a recipe of FP8; None: that of the config.
 
         They are those among which the `count` fastest are that fit, one of each mesh; if none fits some that do not.
@@ -274,27 +235,27 @@ class Search:
             for experts, change in itertools.product(vary.experts_over(settings), vary.schedules(settings))
             if (first := next(policies_left := self._recomputing({**settings, **change, **experts}), None))
         ]
-        storage, limit = [first.candidate.storage.bytes for [first], _ in ways], self.rates.memory_gib * GIB
-        least = [first.candidate.least_seconds(self.rates) for [first], _ in ways]
-        fitting, fastest, too_large = dict[int, Found](), dict[tuple, float](), list[Found]()
-        for way in sorted((way for way in range(len(ways)) if storage[way] <= limit), key=lambda way: least[way]):
+        may_fit = [first.storage_fits for [first], _ in ways]
+        least = [first.least_seconds for [first], _ in ways]
+        fitting, fastest, too_large = dict[int, Candidate](), dict[tuple, float](), list[Candidate]()
+        for way in sorted((way for way in range(len(ways)) if may_fit[way]), key=lambda way: least[way]):
             if len(fastest) >= count and least[way] > (1 + ROUNDING) * sorted(fastest.values())[count - 1]:
                 break
             for found in itertools.chain(*ways[way]):
-                if self.fits(found):
+                if found.fits:
                     fitting[way] = found
                     fastest[found.mesh] = min(found.time.total, fastest.get(found.mesh, math.inf))
                     break  # those that follow recompute more
                 too_large.append(found)
         if fitting:
             return [fitting[way] for way in sorted(fitting)]
-        skipped = (found for way, rows in enumerate(ways) if storage[way] > limit for found in itertools.chain(*rows))
+        skipped = (found for way, rows in enumerate(ways) if not may_fit[way] for found in itertools.chain(*rows))
         return [*too_large, *skipped]
 
     def _chosen(self, recipe: str | None) -> list[Settings]:
         """The meshes and numbers of microbatches of the second pass."""
-        policies, limit = self.variations.values("remat.policy", ["none", "full"]), self.rates.memory_gib * GIB
-        first: dict[str, list[Found]] = {policy: [] for policy in policies}
+        policies = self.variations.values("remat.policy", ["none", "full"])
+        first: dict[str, list[Candidate]] = {policy: [] for policy in policies}
         for settings in zip(*(self.variations.first_pass(policy, recipe) for policy in policies), strict=True):
             for policy, of_policy in zip(policies, settings, strict=True):
                 first[policy] += filter(None, [self.evaluate(of_policy)])
@@ -302,36 +263,31 @@ class Search:
         for policy, of_policy in first.items():
             # The fastest that fit, and of those that may fit with some recomputation the fastest.
             some = [] if POLICIES[policy].keeps_input else sorted(of_policy, key=_seconds)[:MESHES_EXPANDED]
-            stored = sorted((each for each in of_policy if each.candidate.storage.bytes <= limit), key=_seconds)
-            fitting = list(itertools.islice(filter(self.fits, stored), MESHES_EXPANDED))
+            stored = sorted((each for each in of_policy if each.storage_fits), key=_seconds)
+            fitting = list(itertools.islice((each for each in stored if each.fits), MESHES_EXPANDED))
             for found in [*some, *(fitting or ([self._smallest(of_policy)] if of_policy else []))]:
-                plan = found.candidate.plan
+                plan = found.plan
                 chosen[*plan.sizes.values(), plan.batch_shape[0]] = found.settings
         return list(chosen.values())
 
-    def _smallest(self, found: list[Found]) -> Found:
+    def _smallest(self, found: list[Candidate]) -> Candidate:
         """The candidate that needs the least memory, at least that of its storage."""
         smallest = None
-        for each in sorted(found, key=lambda each: each.candidate.storage.bytes):
-            if smallest and each.candidate.storage.bytes > smallest.candidate.memory.total:
+        for each in sorted(found, key=lambda each: each.storage.bytes):
+            if smallest and each.storage.bytes > smallest.memory.total:
                 break
             smallest = min(filter(None, (smallest, each)), key=lambda each: each.gib)
         assert smallest
         return smallest
 
-    def _recomputing(self, settings: Settings) -> Iterator[Found]:
+    def _recomputing(self, settings: Settings) -> Iterator[Candidate]:
         """The legal candidates with each remat policy, those that recompute least first."""
         for remat in self.variations.remats(settings):
             yield from filter(None, [self.evaluate({**settings, **remat})])
 
 
-def _seconds(found: Found) -> float:
+def _seconds(found: Candidate) -> float:
     return found.time.total
-
-
-def _as_overrides(settings: Settings) -> list[str]:
-    """Settings for a command line, without spaces."""
-    return [f"{key}={as_override(value).replace(', ', ',')}" for key, value in settings.items()]
 
 
 def _values_of(override: str) -> Settings:
@@ -344,7 +300,7 @@ def _without_varied(override: str) -> list[str]:
     """The override without the keys that the search varies."""
     values = _values_of(override)
     unvaried = {key: value for key, value in values.items() if key not in VARIED}
-    return [override] if len(unvaried) == len(values) else _as_overrides(unvaried)
+    return [override] if len(unvaried) == len(values) else as_overrides(unvaried)
 
 
 def check_fp8(config: Config, rates: Rates, asked: bool = False) -> None:
@@ -384,10 +340,9 @@ def check_counted(config: Config) -> None:
         raise InputError(f"teacher.model is set ({where}), and the planner does not count a teacher yet: {cure}.")
 
 
-def explained(path: Path, overrides: Sequence[str], gpus: int, rates: Rates) -> Found:
+def explained(path: Path, overrides: Sequence[str], gpus: int, rates: Rates) -> Candidate:
     """The candidate of the config's own mesh. Raises ConfigError if it is not legal."""
     config: Config = load_config(path, overrides)
     check_counted(config)
     check_fp8(config, rates)
-    candidate = Candidate.of(config, check_mesh(config, gpus), rates.hardware)
-    return Found({}, candidate, rates)
+    return Candidate.of(config, check_mesh(config, gpus), rates)

@@ -8,6 +8,7 @@ from megajax.config import Config
 from megajax.config.sentences import divisors
 from megajax.layout.stages import default_layout, layouts_to_try
 from megajax.options.remat import POLICIES
+from megajax.schema.tree import as_override
 
 TENSOR, EXPERTS_OVER, LAYOUT, FP8 = "mesh.tensor", "mesh.experts_over", "pipeline.layout", "precision.fp8.recipe"
 MICROBATCHES = "batch.num_microbatches"
@@ -29,6 +30,11 @@ NEUTRAL: Settings = {  # values that are legal with every value of the other key
     LAYOUT: None,
     "remat.layers": None,
 }
+
+
+def as_overrides(settings: Settings) -> list[str]:
+    """Settings for a command line, without spaces."""
+    return [f"{key}={as_override(value).replace(', ', ',')}" for key, value in settings.items()]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from megajax.tools.profile.timeline import BUBBLE, EXPOSED, WAITING, Rows
 
 def predict(config: Config, devices: int, rates: Rates) -> Rows:
     """The ms of each row of a step on `devices` GPUs. What is computed again counts in the rows of its kind."""
-    time = Candidate.of(config, check_mesh(config, devices), rates.hardware).time(rates)
+    time = Candidate.of(config, check_mesh(config, devices), rates).time
     again = {axis: each.exposed for axis, each in time.recomputed.traffic.items()}
     axes = {*time.communication, *again}
     seconds = {
