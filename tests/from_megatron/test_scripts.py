@@ -70,6 +70,11 @@ def sentence(capsys, *arguments: str) -> str:
         ),
         ("p.py --micro-batch-size ${X:-$((2*3))} ${X:+no} ${X-'a b'} ${X:=q}$X", [], ["6", "a", "b", "qq"]),
         ("p.py --micro-batch-size ${X-'a}b'}", [], ["a}b"]),
+        (
+            'p.py --micro-batch-size "for $\'5" "a \\\\\n b"',
+            [],
+            ["for $'5", "a \\\n b"],
+        ),  # $' and an escaped \\ in quotes
         ("p.py --micro-batch-size \\\n  1 \\\n  2 # 3", [], ["1", "2"]),
         (
             "F=/a/b.tar.gz\np.py --micro-batch-size ${F##*/} ${F%.*} ${F%%.*} ${F/a/c} ${F:1:3}",
@@ -229,6 +234,10 @@ HOSTILE = {
     "eval of another command": ("eval 'touch executed; rm -rf .'", ("no launch line",)),
     "commands": ("touch executed\nexec touch executed\n", ("no launch line",)),
     "unclosed quote": (f"touch 'executed\n'\np.py {SMALL} --save 'x", ("quote ' is not closed", "line 3")),
+    "unclosed quote in a here-document": (
+        f"A=1\nbash <<EOF\np.py {SMALL} `x\nEOF\n",
+        ("quote ` is not closed", "line 3"),
+    ),
     "unclosed double quote": (f'p.py {SMALL}\nA="x', ('quote " is not closed', "line 2")),
     "unclosed brackets": (f"p.py {SMALL} --seed $((1+", ("is not closed", "line 1")),
     "unclosed if": (f"if true; then\np.py {SMALL}", ("line 1", "no fi")),

@@ -173,6 +173,7 @@ class _Lexer:
                     break
             if document.shell is not None:
                 text, at = "\n" + self.text[first:last], document.shell + 1 + added
+                line -= 1  # that of the first line break
                 found[at:at] = [Word("-c", line), Word(_quoted(text, document.is_quoted), line)]
                 added += 2
         self.heredocs = []
@@ -191,7 +192,7 @@ class _Lexer:
         if self.at == start:
             found = shown(text[start : start + 1]) or "the end of the script"
             raise self.fail(f"{found} is not read here", line, "write the launch line by itself")
-        return Word(text[start : self.at].replace("\\\n", ""), line)
+        return Word(_unfolded(text[start : self.at]), line)
 
     def _array(self, assigned: str, line: int) -> Word:
         self.at += 1
@@ -242,7 +243,7 @@ class _Lexer:
         line = self.line
         self.at += 1
         while self.at < len(self.text) and self.text[self.at] != '"':
-            if self.text[self.at] == "'":
+            if self.text.startswith(("'", "$'"), self.at):  # no quotes here
                 self.at += 1
             else:
                 self._piece(depth + 1)
@@ -262,6 +263,11 @@ class _Lexer:
                 self._piece(depth + 1)
         if level:
             raise self.fail(f"${opening} is not closed", line)
+
+
+def _unfolded(text: str) -> str:
+    """A word without the breaks of continued lines."""
+    return re.sub(r"\\.", lambda found: "" if found[0] == "\\\n" else found[0], text, flags=re.DOTALL)
 
 
 def _quoted(text: str, is_literal: bool) -> str:
@@ -427,6 +433,14 @@ class _Parser:
         body = self.block("done", depth=depth + 1)
         self.expect("done", start=line)
         return While(condition, body, line)
+
+
+def end_of_piece(text: str, at: int, file: str, line: int) -> int:
+    """The index behind the quoted text or the substitution that begins at `at`. `InputError` if it is not closed."""
+    lexer = _Lexer(text, file, line)
+    lexer.at = at
+    lexer._piece(0)
+    return lexer.at
 
 
 def parse(text: str, file: str, line: int = 1) -> CommandList:

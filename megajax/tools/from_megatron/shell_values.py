@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from megajax.errors import InputError, shown
-from megajax.tools.from_megatron.shell_syntax import MAX_DEPTH, Word
+from megajax.tools.from_megatron.shell_syntax import MAX_DEPTH, Word, end_of_piece
 
 MAX_TEXT = 2**20  # characters of a value: A=$A$A doubles it
 MAX_NUMBER = 2**63
@@ -156,27 +156,10 @@ class Values:
                 kept = raw[at + 1 : at + 2] if raw[at + 1 : at + 2] in '$`"\\\n' else raw[at : at + 2]
                 yield kept.replace("\n", ""), True
                 at += 2
-            elif character == "'" and not quoted:
-                end = raw.find("'", at + 1)
-                end = len(raw) if end < 0 else end
-                yield raw[at + 1 : end], True
-                at = end + 1
-            elif raw.startswith("$'", at) and not quoted:
-                end = raw.find("'", at + 2)
-                end = len(raw) if end < 0 else end
-                text = raw[at + 2 : end]
-                yield self.mark(raw[at : end + 1]) if "\\" in text else text, True
-                at = end + 1
-            elif character == '"' and not quoted:
-                end = _end_of_quote(raw, at)
-                yield "", True
-                yield from self._of(raw[at + 1 : end], depth + 1, quoted=True)
-                at = end + 1
-            elif character == "`":
-                end = raw.find("`", at + 1)
-                end = len(raw) if end < 0 else end
-                yield self.mark(raw[at : end + 1]), True
-                at = end + 1
+            elif character == "`" or (not quoted and (character in "'\"" or raw.startswith("$'", at))):
+                end = end_of_piece(raw, at, self.file, self.line)
+                yield from self._quotation(raw[at:end], depth)
+                at = end
             elif character == "$" and at + 1 < len(raw):
                 piece, at = self._dollar(raw, at, depth, quoted)
                 yield piece, quoted
@@ -189,16 +172,25 @@ class Values:
                 yield raw[at:end], True
                 at = end
 
+    def _quotation(self, text: str, depth: int) -> Iterator[tuple[str | list[str], bool]]:
+        """The pieces of a text with its quotes: 'x', $'x', "x" or `x`."""
+        if text[0] == '"':
+            yield "", True
+            yield from self._of(text[1:-1], depth + 1, quoted=True)
+        elif text[0] == "`" or (text[0] == "$" and "\\" in text):
+            yield self.mark(text), True
+        else:
+            yield text[text.index("'") + 1 : -1], True
+
     def _dollar(self, raw: str, at: int, depth: int, quoted: bool) -> tuple[str | list[str], int]:
-        if raw.startswith("$((", at) and raw[_end_of_brackets(raw, at + 1) - 1] == ")":
-            end = _end_of_brackets(raw, at + 1)
-            return self.number(raw[at + 3 : end - 1]), end + 1
-        if raw.startswith("$(", at):
-            end = _end_of_brackets(raw, at + 1)
-            return self.mark(raw[at : end + 1]), end + 1
-        if raw.startswith("${", at):
-            end = _end_of_brackets(raw, at + 1)
-            return self._parameter(raw[at + 2 : end], depth, quoted), end + 1
+        if raw[at + 1] in "({":
+            end = end_of_piece(raw, at, self.file, self.line)
+            inside = raw[at + 2 : end - 1]
+            if raw[at + 1] == "{":
+                return self._parameter(inside, depth, quoted), end
+            if inside.startswith("(") and inside.endswith(")"):
+                return self.number(inside[1:-1]), end
+            return self.mark(raw[at:end]), end
         if name := _NAME.match(raw, at + 1):
             return self._value(name[0], quoted), name.end()
         return "$", at + 1
@@ -214,7 +206,9 @@ class Values:
 
     def _parameter(self, inside: str, depth: int, quoted: bool) -> str | list[str]:
         """The value of ${inside}."""
-        found = re.fullmatch(r"([!#]?)([A-Za-z_]\w*|\d+|[@*#?$!])(\[[^\]]*\])?(.*)", inside, re.DOTALL)
+        found = re.fullmatch(
+            r"([!#]?)([A-Za-z_]\w*|\d+|[@*#?$!])(\[(?:[^\[\]]|\[[^\[\]]*\])*\])?(.*)", inside, re.DOTALL
+        )
         if found is None:
             return self.mark(f"${{{inside}}}")
         prefix, name, index, rest = found[1], found[2], found[3], found[4]
@@ -297,38 +291,3 @@ def _evaluated(node: ast.expr) -> int:
     if abs(found) >= MAX_NUMBER:
         raise ValueError
     return found
-
-
-def _end_of_quote(raw: str, at: int) -> int:
-    """The position of the quote that closes that at `at`."""
-    at += 1
-    while at < len(raw) and raw[at] != '"':
-        if raw[at] == "\\":
-            at += 2
-        elif raw.startswith(("$(", "${"), at):
-            at = _end_of_brackets(raw, at + 1) + 1
-        elif raw[at] == "`":
-            at = raw.find("`", at + 1) + 1 or len(raw)
-        else:
-            at += 1
-    return min(at, len(raw))
-
-
-def _end_of_brackets(raw: str, at: int) -> int:
-    """The position of the bracket that closes that at `at`."""
-    opening, level = raw[at], 0
-    closing = ")" if opening == "(" else "}"
-    while at < len(raw):
-        character = raw[at]
-        if character == "\\":
-            at += 1
-        elif character == "'":
-            at = raw.find("'", at + 1) if "'" in raw[at + 1 :] else at
-        elif character == '"':
-            at = _end_of_quote(raw, at)
-        elif character in (opening, closing):
-            level += 1 if character == opening else -1
-            if not level:
-                return at
-        at += 1
-    return len(raw) - 1
