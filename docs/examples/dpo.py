@@ -3,9 +3,10 @@
 run: {extensions: [docs/examples/dpo.py]}
 objective: {kind: dpo, settings: {beta: 0.1}}
 teacher: {model: {...}, source: models/sft}  # the reference: the same model; checkpoint.init_from is this source too
+data: {kind: chat, packing: pairs, train: pairs.jsonl, tokenizer: models/sft}
 
-Segments 2i and 2i + 1 of a microbatch (the batch field `segments`) are the chosen and the rejected answer with their
-prompt, a row each. `loss_mask` is 1 where the target is a token of an answer, 0 elsewhere and in padding.
+Rows 2i and 2i + 1 of a microbatch are the chosen and the rejected answer with their prompt (or the segments of these
+numbers, by the batch field `segments`). `loss_mask` is 1 where the target is a token of an answer.
 """
 
 import jax

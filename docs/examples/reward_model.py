@@ -4,11 +4,14 @@ run: {extensions: [docs/examples/reward_model.py]}
 objective: {kind: reward_model}
 
 It is called `score`, as in transformers' AutoModelForSequenceClassification, whose folders are read and written.
-Segments 2i and 2i + 1 of a microbatch (the batch field `segments`) are the chosen and the rejected answer with their
-prompt, a row each. `loss_mask` is 1 at the last token of each, 0 elsewhere.
+data: {kind: chat, packing: pairs, train: pairs.jsonl, tokenizer: models/sft}
+
+Rows 2i and 2i + 1 of a microbatch are the chosen and the rejected answer with their prompt. `loss_mask` is 1 where the
+target is a token of an answer; the score is read at the last of these tokens.
 """
 
 import jax
+import numpy as np
 
 from megajax.model import declare
 from megajax.step.objective import HiddenSegment, register_objective
@@ -24,6 +27,12 @@ class RewardModel(HiddenSegment):
     @classmethod
     def parameters(cls, model, settings):
         return {"score": declare((model.hidden_size, 1), ("embed", "outputs"))}
+
+    def derived_fields(self, fields):
+        """The mask of the last token of each row's answer, from that of the targets; on the host."""
+        answers, length = fields["loss_mask"] > 0, fields["loss_mask"].shape[1]
+        last = np.minimum(length - np.argmax(answers[:, ::-1], axis=1), length - 1)  # a sequence cut there ends before
+        return {"loss_mask": (np.arange(length) == last[:, None]) & answers.any(1, keepdims=True)}
 
     def values(self, w, hidden, fields):
         return (hidden @ w["score"])[:, 0]

@@ -164,7 +164,7 @@ num_epoch | run.epochs
 max_segments_per_seq | data.packing | without a limit of documents in a sequence
 enable_rampup_batch_size, per_device_batch_size_start, per_device_batch_size_increment, global_rampup_samples |
     batch.schedule | such as '0: START, T: START + INCREMENT' with sequences per step and tokens T
-use_dpo, dpo_beta, dpo_label_smoothing | | docs/examples/dpo.py is DPO, on batches of your own (docs/custom_loop.md)
+use_dpo, dpo_beta, dpo_label_smoothing | | docs/examples/dpo.py is DPO, data.packing=pairs has its data (docs/data.md)
 eval_dataset_name, hf_eval_files, grain_eval_files | data.valid
 hf_name, hf_data_dir, hf_access_token, hf_eval_split, train_split, eval_split | | files of data are on this machine and
     read as a whole: give their paths to data.train and data.valid

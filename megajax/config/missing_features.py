@@ -8,12 +8,13 @@ from megajax.config.other_names import by_word, plain
 FEATURES = {
     "dpo orpo kto simpo ipo cpo rpo preference preferences reference_model ref_model ref_model_name_or_path"
     " precompute_ref_log_probs max_prompt_length": (
-        "DPO is an example in docs/extensions.md, and other preference objectives are files like it; a program of your"
-        " own trains them, docs/custom_loop.md"
+        "DPO is an example in docs/extensions.md, and other preference objectives are files like it; data.packing=pairs"
+        " reads chosen and rejected answers, docs/data.md"
     ),
     "reward reward_model reward_modeling critic value_head classification sequence_classification num_labels": (
         "an objective with a head for values or classes is in docs/extensions.md; a program of your own trains it,"
-        " docs/custom_loop.md, and megajax hf export writes it for AutoModelForSequenceClassification"
+        " docs/custom_loop.md, a reward model of pairs megajax train, docs/data.md; megajax hf export writes it for"
+        " AutoModelForSequenceClassification"
     ),
     "rl rlhf rlvr ppo grpo rloo reinforce rollout": (
         "no reinforcement learning is built in; docs/custom_loop.md has a loop that samples, scores and trains (GRPO)"

@@ -17,6 +17,7 @@ OBJECTIVE, MODEL = "objective.kind", "teacher.model"
 def check_objective(config: Config) -> None:
     """Raise ConfigError for an unknown objective and for wrong settings of it."""
     kind, key = config.objective.kind, OBJECTIVE
+    _check_rows(config)
     if kind in OWN_OBJECTIVES:
         shares = ("objective.masking.masked", "objective.masking.random")
         if kind == MASKED_TOKENS and sum(value(config, share) for share in shares) > 1:
@@ -27,6 +28,34 @@ def check_objective(config: Config) -> None:
         cure = missing_feature("", kind) or f"use {known}, or name the module that registers it in run.extensions"
         fail(config, f"{format_keys(config, key)} is not a registered objective", cure, key)
     settings_of(config, OBJECTIVES[kind], "objective")
+
+
+def _check_rows(config: Config) -> None:
+    """Raise ConfigError if the rows of chats are not the segments that the objective takes together."""
+    together, packing = getattr(OBJECTIVES.get(config.objective.kind), "TOGETHER", None), config.data.row_packing
+    if config.data.kind != "chat" or (packing != "pairs" and together is None):
+        return
+    reads, keys = format_keys(config, OBJECTIVE), ("data.packing", OBJECTIVE)
+    if together is None:
+        problem = f"{format_keys(config, 'data.packing')} puts two answers beside each other, but {reads} compares none"
+        cure = f"set {OBJECTIVE} to an objective of pairs such as docs/examples/dpo.py, or data.packing=none"
+        fail(config, problem, cure, *keys)
+    unread = {
+        "data.stages": (config.data.stages, "only the rows of one source stay beside each other"),
+        "model.vision": (config.model.vision, "pictures of pairs are not read yet"),
+    }
+    for key, (found, reason) in unread.items():
+        if packing == "pairs" and found:
+            problem = f"{format_keys(config, 'data.packing')} cannot be combined with {key}: {reason}"
+            fail(config, problem, f"remove {key}", "data.packing", key)
+    wanted = {1: "none", 2: "pairs"}.get(together)
+    if packing != wanted:
+        what = "one conversation in a row" if together == 1 else f"{together} rows together"
+        problem = f"{reads} takes {what}, but {format_keys(config, 'data.packing')} does not keep them so"
+        cure = (
+            f"set data.packing={wanted}" if wanted else "make the batches by Trainer's batch_of (docs/custom_loop.md)"
+        )
+        fail(config, problem, cure, *keys)
 
 
 def check_teacher(config: Config) -> None:

@@ -41,7 +41,7 @@ OF_MODELS = {
 # Names of commands elsewhere, and what to write.
 COMMANDS = {
     "sft finetune fine_tune fit pretrain run": "write megajax train; a config has the data and checkpoint.init_from",
-    "dpo grpo ppo reward rlhf": "docs/custom_loop.md trains preferences; megajax train is supervised",
+    "dpo grpo ppo reward rlhf": "docs/data.md has preferences by megajax train, docs/custom_loop.md GRPO",
     "infer inference predict complete sample": "write megajax generate",
     "serve vllm api": "no command serves; megajax hf export writes a folder for servers, and megajax generate tries it",
     "eval lm_eval test score perplexity": "write megajax evaluate, or python -m megajax.inference.lm_eval for tasks",

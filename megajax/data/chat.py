@@ -10,7 +10,7 @@ import numpy as np
 
 from megajax.data.answers import AnswerSamples
 from megajax.data.chat_template import ChatTemplate
-from megajax.data.conversation import IMAGE, Completion, read_record
+from megajax.data.conversation import IMAGE, Completion, read_pair, read_record
 from megajax.data.encoding import BadLines
 from megajax.data.images import Images, ImageText, PictureTable, PlacedPicture, SizedPicture
 from megajax.data.json_lines import (
@@ -41,6 +41,10 @@ NO_ANSWER = ValueError(
     "has no answer of the assistant that counts, or the chat template writes or marks no text of it: remove the line, "
     "or correct data.chat_template"
 )
+SEVERAL_ANSWERS = ValueError(
+    "has several answers after the prompt, but the chat template changes earlier turns, so they are not in one text: "
+    "put all but the last one into the prompt"
+)
 NO_TOWER = ValueError("has pictures, but the model reads text only (it has no model.vision): leave the line out")
 
 
@@ -65,12 +69,18 @@ class ConversationSamples(NamedTuple):
 class Rendering(NamedTuple):
     """How chats become text: `template` raises the error of a missing one; for `room` see `answer_samples`.
 
-    `images` is None for a model that reads text only.
+    `images` is None for a model that reads text only. With `pairs` a line has two conversations, chosen and rejected.
     """
 
     template: Callable[[], ChatTemplate]
     room: Callable[[str], int | None] = lambda text: None
     images: Images | None = None
+    pairs: bool = False
+
+    @property
+    def per_line(self) -> int:
+        """The conversations of a line."""
+        return 1 + self.pairs
 
     @property
     def image(self) -> ImageText | None:
@@ -78,27 +88,29 @@ class Rendering(NamedTuple):
         return self.images and self.images.text
 
 
-def read_line(line: bytes) -> Chat | Completion:
-    """The conversation of a line; ValueError with the rest of a sentence for anything else."""
-    record = parse(line, 'write {"messages": [...]} on a line of its own')
+def read_line(line: bytes, pairs: bool = False) -> list[Chat | Completion]:
+    """The conversation of a line, or its pair; ValueError with the rest of a sentence for anything else."""
+    wanted = '{"chosen": [...], "rejected": [...]}' if pairs else '{"messages": [...]}'
+    record = parse(line, f"write {wanted} on a line of its own")
     if b"\\u" in line:
         check_encodable(json.dumps(record, ensure_ascii=False))
-    return read_record(record)
+    return read_pair(record) if pairs else [read_record(record)]
 
 
 def conversations(lines: Sequence[bytes], rendering: Rendering) -> list[ConversationSamples]:
     """The samples of each line: of a chat those of `answer_samples`, of a prompt and its completion one.
 
-    The loss counts the assistant's text with its ends of turns, or the completion and its end. Raises Stopped with the
-    number of good lines before an error.
+    Of a pair those of the chosen conversation, then those of the rejected one, one each. The loss counts the
+    assistant's text with its ends of turns, or the completion and its end. Raises Stopped with the number of good
+    conversations before an error.
     """
     records, bad = [], None
     for line in lines:
         try:
-            record = read_line(line)
-            if record.pictures and rendering.images is None:
+            read = read_line(line, rendering.pairs)
+            if rendering.images is None and any(record.pictures for record in read):
                 raise NO_TOWER
-            records.append(record)
+            records += read
         except ValueError as error:
             bad = error
             break
@@ -113,6 +125,8 @@ def conversations(lines: Sequence[bytes], rendering: Rendering) -> list[Conversa
             samples, beyond = next(rendered)
             if not beyond and not any(start < end for _, spans in samples for start, end in spans):
                 raise Stopped(i, NO_ANSWER)
+            if rendering.pairs and len(samples) > 1:
+                raise Stopped(i, SEVERAL_ANSWERS)
         if image is not None:
             samples = [image.written(*sample) for sample in samples]
         texts = [Text(*sample, isinstance(each, Completion)) for sample in samples]
@@ -203,17 +217,20 @@ def _samples_in(block: LineBlock, rendering: Rendering) -> Iterator[list[Convers
     for some in batched((each for each in numbered if each[1].strip()), AT_ONCE):
         numbers, lines = zip(*some, strict=True)
         locations = [f"{block.path}, {block.unit} {number}" for number in numbers]
+        per_line = rendering.per_line
         try:
-            yield _located(conversations(lines, rendering), block.path, locations)
+            yield _located(conversations(lines, rendering), block.path, locations, per_line)
         except Stopped as stopped:
-            yield _located(conversations(lines[: stopped.made], rendering), block.path, locations)
+            good = stopped.made // per_line
+            yield _located(conversations(lines[:good], rendering), block.path, locations, per_line)
             rest = f": {stopped.error}" if isinstance(stopped.error, UserError) else f" {stopped.error}."
-            raise InputError(f"{locations[stopped.made]}{rest}") from None
+            raise InputError(f"{locations[good]}{rest}") from None
 
 
-def _located(found: Sequence[ConversationSamples], file: str, locations: Sequence[str]) -> list[ConversationSamples]:
-    pairs = zip(found, locations, strict=False)  # up to a bad line
-    return [each._replace(file=file, location=location) for each, location in pairs]
+def _located(
+    found: Sequence[ConversationSamples], file: str, locations: Sequence[str], per_line: int
+) -> list[ConversationSamples]:
+    return [each._replace(file=file, location=locations[i // per_line]) for i, each in enumerate(found)]
 
 
 def encode(
@@ -293,8 +310,9 @@ def encode_files(
     """The samples of files.
 
     A sample longer than `capacity` is cut or left out, as `data` says; one is left out if nothing that counts remains
-    of it. A conversation with a picture that cannot be used is left out, with a warning that names it. Raises
-    InputError, with file and line, for a line that is not a conversation, and for a completion if no token ends a text.
+    of it, and with it the other one of a pair. A conversation with a picture that cannot be used is left out, with a
+    warning that names it. Raises InputError, with file and line, for a line that is not a conversation, and for a
+    completion if no token ends a text.
     """
 
     def given() -> ChatTemplate:
@@ -305,10 +323,14 @@ def encode_files(
             )
         return template
 
+    pairs = data.row_packing == "pairs"
+    # A pair has one text each, so that none is left out for its length before it is tokenised.
+    rendering = Rendering(given, (lambda text: None) if pairs else room_for(capacity, tokenizer), images, pairs)
+    together = list[tuple[list[int], np.ndarray, Sequence[PlacedPicture], int] | None]()  # the samples of a line
+
     def texts() -> Iterator[Text]:
         nonlocal conversations, dropped, rendered
-        chats = read_chats(paths, Rendering(given, room_for(capacity, tokenizer), images))
-        for chat, pictures in with_pictures(chats, images, bad):
+        for chat, pictures in with_pictures(read_chats(paths, rendering), images, bad):
             conversations += 1
             dropped += chat.beyond
             rendered += sum(not text.bare for text in chat.texts)
@@ -327,13 +349,18 @@ def encode_files(
             except ValueError as error:
                 raise InputError(f"{location} {error}.") from None
             room, here = images.fitting(here, capacity)
-        if (data.too_long == "drop" and len(ids) > room) or not mask[:room].any():
-            dropped += 1
+        is_used = (len(ids) <= room or data.too_long != "drop") and mask[:room].any()
+        together.append((ids, mask[:room], here, room) if is_used else None)
+        if len(together) < rendering.per_line:
             continue
-        cut += len(ids) > room
-        tokens.append(np.fromiter(ids, np.int32, min(room, len(ids))))
-        counted.append(mask[:room])
-        placed.append(here)
+        used = [each for each in together if each is not None and None not in together]
+        dropped += len(together) - len(used)
+        for ids, mask, here, room in used:
+            cut += len(ids) > room
+            tokens.append(np.fromiter(ids, np.int32, min(room, len(ids))))
+            counted.append(mask)
+            placed.append(here)
+        together = []
     if not tokens:
         warn_of_pictures(paths, bad.lines)
         raise _no_samples(paths, conversations, bad.lines, capacity)

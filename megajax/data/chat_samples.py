@@ -30,7 +30,8 @@ PICTURE_ARRAYS = tuple(f"picture_{name}" for name in PictureTable._fields)
 class ChatSamples(Samples):
     """Conversations of files, packed into samples of `sequence_length` + 1 tokens, in a new order in each epoch.
 
-    The rest of a sample is token 0, which the loss does not count.
+    The rest of a sample is token 0, which the loss does not count. Of pairs (`data.packing`) samples 2i and 2i + 1 are
+    the chosen and the rejected answer of a line.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class ChatSamples(Samples):
         seed: int,
         shuffled: bool,
         images: Images | None = None,
+        pairs: bool = False,
     ):
-        self._arguments = (path, arrays, sequence_length, seed, shuffled, images)
+        self._arguments = (path, arrays, sequence_length, seed, shuffled, images, pairs)
+        self._together = 2 if pairs else 1
         self.path, self.sequence_length, self.seed, self.shuffled = path, sequence_length, seed, shuffled
         self.tokens, self.counts, self.starts, self.order, self.ends, figures = arrays[: len(ARRAYS)]
         self.table = None if images is None else PictureTable(*arrays[len(ARRAYS) :])
@@ -79,7 +82,7 @@ class ChatSamples(Samples):
         return found
 
     def repacked(self, packing: RowPacking) -> Samples:
-        path, (tokens, counts, starts, _, _, *others), length, seed, shuffled, images = self._arguments
+        path, (tokens, counts, starts, _, _, *others), length, seed, shuffled, images, _ = self._arguments
         packed = _packed(np.diff(starts), length + 1, packing, images, self.table)
         return ChatSamples(path, (tokens, counts, starts, *packed, *others), length, seed, shuffled, images)
 
@@ -101,7 +104,8 @@ class ChatSamples(Samples):
         return self.order[int(self.ends[number - 1]) if number else 0 : int(self.ends[number])].tolist()
 
     def _make_epoch(self, epoch: int) -> np.ndarray:
-        return np.random.Generator(np.random.PCG64((self.seed, epoch))).permutation(len(self))
+        groups = np.arange(len(self)).reshape(-1, self._together)
+        return np.random.Generator(np.random.PCG64((self.seed, epoch))).permutation(groups).reshape(-1)
 
 
 def _packed(
@@ -150,7 +154,8 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
     arrays = cached(cache, key, names, build)
     with storage_errors(folder_of(cache, key)):
         _check_fit(arrays[: len(ARRAYS)], length + 1)
-        samples = ChatSamples(path, arrays, length, config.run.seed, data.order == "shuffled", images)
+        of_order = config.run.seed, data.order == "shuffled"
+        samples = ChatSamples(path, arrays, length, *of_order, images, packing.method == "pairs")
         bad = samples.table and samples.table.left_out
     if bad:
         warn_of_pictures(paths, bad, folder_of(cache, key))

@@ -75,13 +75,45 @@ def read_record(record: Any) -> Chat | Completion:
     found = shown(", ".join(record)) or "none"
     cure = "write one of them"
     if {"chosen", "rejected"} <= keys:
-        cure = "preferences such as DPO's are trained by a program of your own, docs/custom_loop.md"
+        cure = "set data.packing=pairs for an objective of pairs such as DPO's (docs/data.md)"
     elif "text" in keys:
         cure = "set data.kind=text for texts, or write one of them"
     raise ValueError(
         'has neither "messages" nor "prompt" and "completion", "conversations", or "instruction" and "output" '
         f"(its keys: {found}): {cure}"
     )
+
+
+def read_pair(record: Any) -> list[Chat | Completion]:
+    """The chosen and the rejected answer of a line, each with its prompt, which the loss does not count.
+
+    Both are text, or both lists of messages. Without a `prompt` of the same form it is what both begin with. Raises
+    ValueError with the rest of a sentence for anything else.
+    """
+    record = record if isinstance(record, dict) else {}
+    answers = [record.get("chosen"), record.get("rejected")]
+    form = next((form for form in (str, list) if all(isinstance(each, form) for each in answers)), None)
+    if form is None:
+        raise ValueError(
+            f'has no "chosen" and "rejected" that are both text or both lists of messages (its keys: '
+            f"{shown(', '.join(record)) or 'none'}): write them, or set data.packing to another value for single chats"
+        )
+    prompt = record.get("prompt")
+    if not isinstance(prompt, form):
+        prompt = _common(*answers)
+        answers = [answer[len(prompt) :] for answer in answers]
+    if wrong := [name for name, answer in zip(("chosen", "rejected"), answers, strict=True) if not answer]:
+        raise ValueError(f'has nothing in "{wrong[0]}" after the prompt: write an answer, or leave the line out')
+    return [read_record({**record, "prompt": prompt, "completion": answer}) for answer in answers]
+
+
+def _common(chosen: Any, rejected: Any) -> Any:
+    """What two lists of messages, or two texts, begin with; of texts up to the last space in it."""
+    number = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    number = min(len(chosen), len(rejected)) if number is None else number
+    if isinstance(chosen, str):
+        return chosen[: max(0, chosen.rfind(" ", 0, number))]
+    return chosen[:number]
 
 
 def read_prompt(record: Any) -> str | Chat | Completion:

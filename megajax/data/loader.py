@@ -114,6 +114,9 @@ def _open_blend(
         for source in sources_in(opened):
             _check_size(split, source)
         return opened
+    if len(parts) > 1 and config.data.row_packing == "pairs":
+        reason = f"names {len(parts)} sources, but data.packing=pairs keeps rows beside each other within one"
+        raise InputError(f"{reason}: give one file, or a glob such as pairs-*.jsonl.")
     sources = [_open_source(config, split, path, files) for path, _ in parts]
     return sources[0] if len(sources) == 1 else BlendedSamples(sources, _weights(parts, sources))
 

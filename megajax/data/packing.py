@@ -191,10 +191,10 @@ def pack(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Whole items in rows of at most `capacity` tokens: (items, row after row; the end of each row in it, int64).
 
-    `none`: one in a row; `sequential`: in order, and one that does not fit begins a row; `first_fit` and `balanced` as
-    in `fill_rows`, the latter in as many rows as the former needs, or more if an item finds no room. With a `room` for
-    patches the larger of an item's shares of a row's tokens and patches is its length. Raises ValueError for an item
-    longer than `capacity`.
+    `none` and `pairs`: one in a row; `sequential`: in order, and one that does not fit begins a row; `first_fit` and
+    `balanced` as in `fill_rows`, the latter in as many rows as the former needs, or more if an item finds no room. With
+    a `room` for patches the larger of an item's shares of a row's tokens and patches is its length. Raises
+    ValueError for an item longer than `capacity`.
     """
     lengths = np.asarray(lengths, np.int64)
     if lengths.size and int(lengths.max()) > capacity:
@@ -202,7 +202,7 @@ def pack(
     sizes, full = lengths, capacity
     if room is not None:
         sizes, full = np.maximum(lengths * room.capacity, room.patches * capacity), capacity * room.capacity
-    if packing.method == "none":
+    if packing.method in ("none", "pairs"):
         rows = [[item] for item in range(lengths.size)]
     elif packing.method == "sequential":
         rows = _in_order(sizes.tolist(), full)

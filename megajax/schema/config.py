@@ -275,7 +275,7 @@ class Config(Section):
             schedule = schedule.model_copy(update={"wsd_decay_steps": max(1, schedule.decay_steps // 10)})
         if self.data.kind == "chat":
             # The last token of a conversation does not predict the next one, and none attends to another.
-            is_packed = self.data.packing != "none"
+            is_packed = self.data.packing not in ("none", "pairs")  # one conversation in a row
             separate = {"reset_attention": is_packed, "reset_positions": is_packed}
             separate |= {"mask_end_of_document_loss": True}
             given = {name: getattr(self.data, name) for name in self.data.model_fields_set & separate.keys()}

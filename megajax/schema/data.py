@@ -264,9 +264,10 @@ class DataConfig(Section):
         " generation from the run.",
     )
     packing: Annotated[
-        Literal["none", "sequential", "first_fit", "balanced"] | None,
+        Literal["none", "pairs", "sequential", "first_fit", "balanced"] | None,
         OF_FILES,
         Needs("kind", "chat", of="none", cure="set data.packing=sequential, which cuts documents where a row is full"),
+        Needs("kind", "chat", of="pairs", cure="set data.kind=chat, whose lines have the keys chosen and rejected"),
         Needs(
             "reset_attention",
             of="balanced",
@@ -283,7 +284,8 @@ class DataConfig(Section):
         default=None,
         description="Documents or conversations in one sequence. sequential: the next ones; first_fit: the longest"
         " first, few are cut; balanced: equal attention for all sequences, devices and microbatches; none: one,"
-        " for chats. null: first_fit for chats, else sequential.",
+        " for chats; pairs: one, and a line of chats has two, chosen and rejected, in neighbouring sequences. null:"
+        " first_fit for chats, else sequential.",
     )
     too_long: Annotated[Literal["truncate", "drop"], ReadIf("kind", "chat")] = Field(
         default="truncate", description="chat: conversations that are longer than a sequence are cut, or left out."

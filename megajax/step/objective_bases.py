@@ -206,8 +206,9 @@ class Segment(Objective):
     """A function of the summed log-probabilities of segments, such as the two answers of a preference.
 
     The batch field `segments` numbers the tokens' segments within a microbatch, below the number of its sequences; -1:
-    no segment. Log-probabilities and fields are multiplied by `loss_mask` and summed over each segment, on all devices.
-    A first pass over the head gives the log-probabilities, a second one the gradients.
+    no segment. By default each sequence is one. Log-probabilities and fields are multiplied by `loss_mask` and summed
+    over each segment, on all devices. A first pass over the head gives the log-probabilities, a second one the
+    gradients.
     """
 
     TOGETHER: ClassVar[int] = 1  # the number of consecutive segments with one loss, such as 2 of a pair
@@ -223,7 +224,7 @@ class Segment(Objective):
 
     def fields(self) -> dict[str, Field]:
         return joined_fields(
-            {"segments": Field(jnp.int32, "objective.kind", limit=self.number, least=-1)}, super().fields()
+            {"segments": Field(jnp.int32, "objective.kind", limit=self.number, least=-1, of_row=True)}, super().fields()
         )
 
     def loss(self, log_probs: jax.Array, fields: Arrays) -> jax.Array:

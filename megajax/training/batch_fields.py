@@ -22,8 +22,8 @@ def check_fields(config: Config, known: Mapping[str, Field], batch: Any, own: st
         problem = f"{own or 'the batch'} is of the type {type(batch).__name__}"
         raise InputError(f"{problem}: give a dictionary with an array for the name of each field.")
     found = {*batch}
-    fields = [name for name, field in known.items() if not field.optional and (own is None or not field.derived)]
-    optional = {name for name, field in known.items() if field.optional}
+    optional = {name for name, field in known.items() if field.optional or (own and field.of_row)}
+    fields = [name for name, field in known.items() if name not in optional and (own is None or not field.derived)]
     if wrong := sorted((found - optional).symmetric_difference(fields), key=str):
         name = wrong[0]
         key = known[name].setting if name in known else "data.reset_attention" if name == "segment_ids" else ""

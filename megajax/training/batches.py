@@ -43,13 +43,14 @@ def to_global(
 
     With `context` each device gets some chunks of a sequence (`parallel/context/token_order.py`), so the tokens are in
     another order along S; if the order depends on the documents, fields hold it. The fields that nodes
-    derive from others are added.
+    derive from others are added, and those that number the rows.
     """
     known, sharding, shape = program.graph.fields, program.batch_sharding, program.plan.batch_shape
     M, B, S = shape
     check_fields(program.config, known, fields, source)
-    fields = arrays_of(fields, source)
     held = rows_of_process(sharding, shape)
+    by_row = np.broadcast_to((held % B)[:, None], (len(held), S))
+    fields = {name: by_row for name, field in known.items() if field.of_row} | arrays_of(fields, source)
     check_values(known, program.config.model, len(held), S, fields, source)
     fields = {**fields, **program.graph.derived_fields(fields)}
     size, rows = sharding.mesh.shape["context"], len(next(iter(fields.values())))
@@ -105,7 +106,9 @@ def check_batch_of(config: Config, batch_of: BatchOf) -> None:
 def check_own_fields(program: TrainProgram) -> None:
     """Raise ConfigError if the objective or the encoder reads batch fields that the loader does not make."""
     for name, field in sorted(program.graph.fields.items()):
-        if (key := field.setting) in ("objective.kind", ENCODER_KIND) and not program.config.span_lengths:
+        of_chat = field.of_row and program.config.data.kind == "chat"  # which has one in a row (`check_objective`)
+        made = of_chat or program.config.span_lengths
+        if (key := field.setting) in ("objective.kind", ENCODER_KIND) and not made:
             problem = f"{format_keys(program.config, key)} reads the batch field {name}, which data.train does not give"
             fail(program.config, problem, "make the batches by Trainer's batch_of (docs/custom_loop.md)", key)
 

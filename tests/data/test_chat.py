@@ -344,7 +344,7 @@ MISTAKES = {
     '{"prompt": [], "completion": "a"}': "or both as lists of messages",
     '{"text": "a"}': 'line 1 has neither "messages" nor "prompt" and "completion"',
     '{"id": 1, "text": "a"}': "(its keys: id, text): set data.kind=text for texts",
-    '{"prompt": "a", "chosen": "b", "rejected": "c"}': "(its keys: prompt, chosen, rejected): preferences such as",
+    '{"prompt": "a", "chosen": "b", "rejected": "c"}': "(its keys: prompt, chosen, rejected): set data.packing=pairs",
     '{"question": "a", "answer": "b"}': "(its keys: question, answer): write one of them",
     '{"prompt": 1, "completion": "a"}': 'line 1 has a "prompt" or a "completion" that is not text',
     r'{"prompt": "\ud800", "completion": "a"}': "line 1 contains half of a surrogate pair",

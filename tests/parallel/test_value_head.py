@@ -29,7 +29,7 @@ from megajax.training.step import TrainProgram
 ROWS, LENGTH = 8, 12
 TINY = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 50, "init_std": 0.1, "ffn_hidden_size": 24}
 PAIRS = {"objective": {"kind": "reward_model", "settings": {}}}
-SEGMENTS = np.array([0, 1, 1, 0, 0, -1, 1, 0])  # of rows, two a microbatch; a pair that lacks its second member
+SEGMENTS = np.array([0, 1, 1, 0, 0, -1, 0, 1])  # of rows, two a microbatch; a pair that lacks its second member
 MLP = {"block_pattern": ["mlp"]}  # layers that compile in half the time; no folder has them
 PLAIN = {"objective": {"kind": "next_token", "settings": {}}}
 D, V = TINY["hidden_size"], 128  # of the padded vocabulary
@@ -96,10 +96,10 @@ def expected(table):
             hidden = bind(Transformer(config.model), own | {"head": jnp.eye(D, V)})(batch["tokens"])[..., :D]
             found = jnp.einsum("bsd,dk->bsk", hidden, weights["objective.score"])
             if outputs is None:
-                better, worse = (
-                    jnp.where(SEGMENTS == n, (batch["loss_mask"] * found[..., 0]).sum(1), 0).reshape(4, 2).sum(1)
-                    for n in (0, 1)
-                )
+                # The last token of an answer follows the last position whose target is one.
+                last = [min(max(np.flatnonzero(row)) + 1, LENGTH - 1) for row in batch["loss_mask"]]
+                scores = found[np.arange(ROWS), np.array(last), 0]
+                better, worse = (jnp.where(SEGMENTS == n, scores, 0).reshape(4, 2).sum(1) for n in (0, 1))
                 margins = (better - worse)[jnp.array([0, 1, 3])]
                 metrics = {"margin": margins.mean(), "accuracy": (margins > 0).mean()}
                 return jnp.log1p(jnp.exp(-margins)).mean(), metrics

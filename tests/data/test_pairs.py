@@ -1,0 +1,187 @@
+"""Preference pairs (`data.packing: pairs`): rows by hand, neighbours in every order, and the first loss of DPO."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import megajax
+from megajax.config.checks import check
+from megajax.config.extensions import import_extensions
+from megajax.data.loader import datasets
+from megajax.errors import ConfigError, InputError
+
+DPO, MODELS = (str(Path(__file__).parents[2] / f"docs/examples/{name}.py") for name in ("dpo", "reward_model"))
+TEMPLATE = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }};{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}[a]{% endif %}"
+MODEL = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "ffn_hidden_size": 24, "vocab_size": 272}
+REWARD = {"objective": {"kind": "reward_model"}, "teacher": {}}
+TOWER = {"image_token": 5, "num_layers": 1, "hidden_size": 16, "num_heads": 2}
+LENGTH = 32
+
+
+def turns(*contents):
+    roles = itertools.cycle(["user", "assistant"])
+    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+
+
+def config_of(folder: Path, lines, data=None, **sections):
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "template.jinja").write_text(TEMPLATE)
+    given = {"kind": "chat", "train": str(folder / "pairs.jsonl"), "tokenizer": "byte", "packing": "pairs"}
+    given |= {"chat_template": str(folder / "template.jinja"), "index_cache": str(folder / "cache")}
+    content = {
+        "run": {"steps": 2, "dir": str(folder / "run"), "eval_steps": 0, "extensions": [DPO, MODELS]},
+        "model": MODEL | {"block_pattern": ["mlp"]},
+        "objective": {"kind": "dpo"},
+        "teacher": {"model": MODEL | {"block_pattern": ["mlp"]}},
+        "batch": {"global_size": 4, "num_microbatches": 2, "sequence_length": LENGTH},
+        "precision": {"compute": "float32"},
+        "data": given | (data or {}),
+    }
+    import_extensions([DPO, MODELS])
+    return megajax.Config.model_validate(content | sections)
+
+
+def rows(samples, indices):
+    """(text up to the padding, the part of it that counts) of samples."""
+    found = []
+    for index in indices:
+        stop = len(samples[index]) - samples.padding(index)
+        tokens, counted = samples[index][:stop], samples.counted(index)
+        assert not counted[stop:].any()
+        found.append(
+            tuple("".join(chr(t) if t < 256 else "$" for t in ids) for ids in (tokens, tokens[counted[:stop]]))
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("line", "chosen", "rejected"),
+    [
+        ({"prompt": "2+2=", "chosen": "4", "rejected": "five"}, ("2+2=4$", "4$"), ("2+2=five$", "five$")),
+        ({"chosen": "Q: a A: yes", "rejected": "Q: a A: yet"}, ("Q: a A: yes$", " yes$"), ("Q: a A: yet$", " yet$")),
+        ({"chosen": "yes", "rejected": "no"}, ("yes$", "es$"), ("no$", "o$")),  # nothing predicts a first token
+        (
+            {"prompt": turns("hi"), "chosen": turns("hi", "A")[1:], "rejected": turns("hi", "B")[1:]},
+            ("[u]hi;[a]A;", "A;"),
+            ("[u]hi;[a]B;", "B;"),
+        ),
+        # The earlier answer is the prompt's; a prompt of the other form is not read (UltraFeedback's).
+        (
+            {"prompt": "x", "chosen": turns("x", "y", "z", "A"), "rejected": turns("x", "y", "z", "B")},
+            ("[u]x;[a]y;[u]z;[a]A;", "A;"),
+            ("[u]x;[a]y;[u]z;[a]B;", "B;"),
+        ),
+        # Answers of several turns
+        (
+            {"chosen": turns("x", "A", "y", "B"), "rejected": turns("x", "C")},
+            ("[u]x;[a]A;[u]y;[a]B;", "A;B;"),
+            ("[u]x;[a]C;", "C;"),
+        ),
+    ],
+    ids=["text", "common text", "nothing in common", "prompt", "common messages", "turns"],
+)
+def test_a_line_is_two_rows_with_the_loss_on_the_answers(tmp_path, line, chosen, rejected):
+    assert rows(datasets(config_of(tmp_path, [line]))["train"], range(2)) == [chosen, rejected]
+
+
+def pair(name, chosen=1, rejected=1):
+    return {"prompt": name, "chosen": "+" * chosen, "rejected": "-" * rejected}
+
+
+def test_rows_of_a_pair_are_neighbours_in_every_order(tmp_path):
+    lines = [pair(name) for name in "abcdefgh"]
+    orders = set()
+    for order in ("shuffled", "sequential"):
+        samples = datasets(config_of(tmp_path, lines, {"order": order}))["train"]
+        epochs = [rows(samples, range(16 * k, 16 * k + 16)) for k in range(2)]
+        for epoch in epochs:
+            names = [text[0] for text, _ in epoch[::2]]
+            assert sorted(names) == [*"abcdefgh"]
+            assert [text for text, _ in epoch] == [f"{name}{sign}$" for name in names for sign in "+-"]
+        orders.add(tuple(text for text, _ in epochs[0]))
+        assert (epochs[0] == epochs[1]) == (order == "sequential")
+    assert len(orders) == 2
+    # A whole evaluation reads each pair of all files once, and rows without a token that counts after them.
+    both = {"valid_sets": [{"name": "held_out", "prefix": str(tmp_path / "pairs.jsonl")}]}
+    config = config_of(tmp_path, lines[:3], both, run={"steps": 1, "dir": str(tmp_path / "run"), "eval_steps": "all"})
+    whole = datasets(config)["valid/held_out"]
+    assert [text for text, _ in rows(whole, range(6))] == [f"{name}{sign}$" for name in "abc" for sign in "+-"]
+    assert not whole.counted(6).any() and not whole.counted(7).any()
+
+
+@pytest.mark.parametrize(("too_long", "kept"), [("drop", "ad"), ("truncate", "acd")])
+def test_a_pair_is_left_out_as_a_whole(tmp_path, too_long, kept):
+    # b's prompt fills a row, so that nothing of its answers counts; c's rejected answer is cut.
+    lines = [pair("a"), pair("b" * 40), pair("c", rejected=40), pair("d")]
+    samples = datasets(config_of(tmp_path, lines, {"too_long": too_long, "order": "sequential"}))["train"]
+    found = rows(samples, range(len(samples)))
+    assert [text[0] for text, _ in found] == [name for name in kept for _ in range(2)]
+    assert all(("+" in text) == (i % 2 == 0) for i, (text, _) in enumerate(found))
+    assert (samples.conversations, samples.dropped, samples.cut) == ((8, 4, 0) if too_long == "drop" else (8, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ({"messages": turns("a", "b")}, ["chosen", "rejected", "its keys: messages"]),
+        ({"prompt": "a", "chosen": "b", "rejected": turns("c")}, ["both text or both lists"]),
+        ({"prompt": "a", "chosen": "", "rejected": "c"}, ['nothing in "chosen"', "leave the line out"]),
+        ({"chosen": turns("a", "b"), "rejected": turns("a", "b")}, ['nothing in "chosen"']),
+        ({"prompt": turns("a"), "chosen": turns("a"), "rejected": turns("b")}, ["no answer of the assistant"]),
+        ({"prompt": turns("a"), "chosen": [{"role": "x"}], "rejected": turns("b")}, ["role 'x'"]),
+    ],
+)
+def test_a_line_that_is_no_pair_is_named(tmp_path, line, words):
+    config = config_of(tmp_path, [pair("a"), line, pair("b")])
+    with pytest.raises(InputError) as error:
+        datasets(config)
+    for word in ("pairs.jsonl, line 2", *words):
+        assert word in str(error.value)
+
+
+def test_what_does_not_keep_pairs_together_is_refused(tmp_path):
+    single = [{"prompt": "a", "completion": "b"}]
+    for sections, keys in (
+        ({"objective": {"kind": "next_token"}, "teacher": {}}, ["data.packing=pairs", "objective.kind=next_token"]),
+        ({"data": {"packing": None}}, ["objective.kind=dpo", "set data.packing=pairs"]),
+        ({"data": {"packing": "none"}}, ["objective.kind=dpo", "set data.packing=pairs"]),
+        ({"data": {"kind": "text", "chat_template": None}}, ["data.packing=pairs", "data.kind=text"]),
+        ({"data": {"stages": [{"from_step": 1, "train": "u"}]}}, ["data.packing=pairs", "remove data.stages"]),
+        ({**REWARD, "model": MODEL | {"vision": TOWER}}, ["data.packing=pairs", "remove model.vision"]),
+    ):
+        own = dict(sections)
+        with pytest.raises(ConfigError) as error:
+            check(config_of(tmp_path, single, own.pop("data", None), **own))
+        assert all(key in str(error.value) for key in keys), error.value
+    config = config_of(tmp_path, [pair("a")])
+    two = config_of(tmp_path, [pair("a")], {"train": [config.data.train, config.data.train]})
+    with pytest.raises(InputError, match="data.train.*2 sources.*data.packing=pairs.*glob"):
+        datasets(two)
+
+
+def test_dpo_trains_on_pairs_and_begins_at_log_2(tmp_path):
+    lines = [pair(name, 3, 5) for name in "abcd"]
+    sft = {
+        "objective": {},
+        "teacher": {},
+        "data": {"kind": "synthetic"},
+        "run": {"steps": 1, "dir": str(tmp_path / "sft"), "eval_steps": 0},
+    }
+    start = megajax.Trainer(config_of(tmp_path, lines, **sft), jax.devices()[:1])
+    start.run()
+    reference = {"model": MODEL | {"block_pattern": ["mlp"]}, "source": str(tmp_path / "sft")}
+    checkpoint = {"init_from": str(tmp_path / "sft")}
+    config = config_of(tmp_path, lines, teacher=reference, checkpoint=checkpoint, mesh={"fsdp": 2})
+    trainer = megajax.Trainer(config, jax.devices()[:2])
+    batch = trainer.next_batch()
+    np.testing.assert_array_equal(batch["segments"], np.broadcast_to([[[0], [1]]] * 2, (2, 2, LENGTH)))
+    metrics = trainer.train_step(batch)
+    assert float(metrics["loss"]) == pytest.approx(math.log(2), rel=1e-6)
+    assert float(metrics["margin"]) == pytest.approx(0, abs=1e-6)
+    assert float(trainer.train_step(trainer.next_batch())["loss"]) < math.log(2)
