@@ -246,7 +246,6 @@ OWN_TEXT = {
     "data/shards.py": "members of a shard and its index, with sentences of their own",
     "data/tokenizer_trial.py": "a step of a tokenizer, written by its library",
     "tools/plan/answers.py": "the last line of its own child process",
-    "tools/preflight/rates.py": "messages of this run's processes",
     "cluster/cluster.py": "messages of this run's processes",
     "cluster/peers.py": "messages of this run's processes",
 }
