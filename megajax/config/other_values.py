@@ -150,8 +150,9 @@ jordan, keller, ns5, simple, newton_schulz, default | quintic
 polar, pe | polar_express
 """,
         "optimizer.muon.scale": """
-match_rms_adamw, moonshot, kimi, rms, unit_rms_norm, update_rms | match_adamw
+match_rms_adamw, moonshot, kimi, rms, update_rms | match_adamw
 shape_scaling, original, jordan, spectral_norm | spectral
+unit_rms_norm | spectral | which is √max(1, out / in), the same for matrices with out ≥ in
 """,
         "schedule.kind": """
 none, fixed, const, constant_with_warmup, flat | constant

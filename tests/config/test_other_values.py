@@ -136,7 +136,9 @@ OF_FRAMEWORKS: dict[str, dict[str, dict[str, str | None]]] = {
         "model.norm": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"},
     },
     # topk_method and scoring_func of DeepSeek's config.json: V2 takes the best expert of a group, V3 the sum of two
+    # V3 counts the load by the scores without the bias of the choice, V2 by the chosen experts
     "DeepSeek's routers": {
+        "model.router.loss_counts": {"deepseek_v2": "chosen", "deepseek_v3": "top_scores"},
         "model.router.group_score": {"group_limited_greedy": "max", "noaux_tc": "sum"},
         "model.router.score_function": {"softmax": "softmax", "sigmoid": "sigmoid", "noaux_tc": "sigmoid"},
     },
@@ -155,8 +157,53 @@ OF_FRAMEWORKS: dict[str, dict[str, dict[str, str | None]]] = {
         "data.kind": dict.fromkeys(("sft", "instruct", "conversation", "alpaca", "sharegpt"), "chat")
         | {"json": "text", "parquet": "text", "mmap": "indexed"},
         "data.packing": {"bfd": "first_fit", "wrapped": "sequential"},
+        "data.too_long": {"keep_start": "truncate", "keep_end": None, "discard": "drop"},
+    },
+    # √max(1, out / in) is emerging_optimizers' shape_scaling and torch.optim.Muon's original; unit_rms_norm is
+    # √(out / in), and torch's match_rms_adamw 0.2·√max(in, out). "simple" is Jordan's step
+    "Muon's": {
+        "optimizer.muon.scale": dict.fromkeys(("shape_scaling", "original", "unit_rms_norm"), "spectral")
+        | {"match_rms_adamw": "match_adamw"},
+        "optimizer.muon.coefficients": {"simple": "quintic", "polar": "polar_express"},
+    },
+    "published models'": {
+        "model.qk_norm": {"qwen3": "true", "olmo2": "all_heads"},
+        "model.attention_bias": {"qwen2": "qkv", "add_qkv_bias": "qkv"},
+        "model.norm_placement": {"pre_norm": "before", "post_norm": "after"}
+        | dict.fromkeys(("sandwich", "peri"), "both"),
+        "model.rope_pattern.N": {"rotary": "rope", "nope": "none"},
+        "model.vision.activation": {"gelu_pytorch_tanh": "gelu", "gelu_erf": "gelu_exact", "silu": "swiglu"},
+        "model.vision.norm": {"rms": "rmsnorm", "ln": "layernorm"},
+        "model.vision.projector": {"mlp2x_gelu": "mlp", "avg_pool": "average"},
+    },
+    # --calculate-per-token-loss, without which Megatron averages microbatches; --finetune and --no-load-optim
+    "what Megatron-LM's flags decide": {
+        "objective.average": {"per_token": "tokens", "megatron": "microbatches"},
+        "checkpoint.init_state": {"finetune": "weights", "no_load_optim": "position", "resume": "all"},
+        "data.order": {"mcore": "megatron", "random": "shuffled", "false": "sequential"},
+    },
+    "short names of mesh axes": {
+        "mesh.experts_over.N": {"dp": "data", "ddp": "data", "zero3": "fsdp", "ep": "expert", "cp": "context"}
+        | {"sp": "context", "tp": "tensor", "etp": "tensor"}
+    },
+    "formats of optimizer states and exports": {
+        "optimizer.state": {"8bit": "int8", "bf16": "bfloat16", "fp32": "float32", "fp64": None},
+        "optimizer.master": {"fp32": "float32", "kahan": "split", "bf16": "split"},
+        "checkpoint.export_hf.quantization": dict.fromkeys(("deepseek", "finegrained_fp8"), "fp8_block")
+        | {"per_channel": "fp8_channel", "per_tensor": "fp8_tensor", "gpt_oss": "mxfp4", "off": "none", "awq": None},
+    },
+    "libraries of kernels": {
+        "kernels.linear_attention": {"fla": "jla", "mamba_ssm": "jla", "torch": "reference"},
+        "kernels.grouped_matmul": {"megablox": "auto", "bmm": "xla", "ragged_dot": "reference"},
+        "precision.fp8.backend": {"te": "transformer_engine", "native": "xla", "simulated": "emulated"},
     },
 }
+
+
+def test_every_table_of_names_has_meanings_from_elsewhere():
+    assert {key for key, table in OTHER_VALUES.items() if table} == {
+        key for each in OF_FRAMEWORKS.values() for key in each
+    }
 
 
 @pytest.mark.parametrize("framework", OF_FRAMEWORKS)
