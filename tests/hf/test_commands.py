@@ -226,6 +226,8 @@ def test_compare_tells_rounding_from_differences(imported, tmp_path, capsys, sma
     assert lines[-1].endswith("largest difference 0")
 
     assert main(["export", str(run_dir), str(tmp_path / "bf16"), "--dtype", "bfloat16"]) == 0
+    written = json.loads((tmp_path / "bf16/config.json").read_text())
+    assert written["dtype"] == written["torch_dtype"] == "bfloat16"  # transformers 5 reads the first, 4 the second
     capsys.readouterr()
     assert main(["compare", str(tmp_path / "bf16"), str(run_dir)]) == 0
     assert "are the same in the folder's dtype; largest difference 0.00" in capsys.readouterr().out

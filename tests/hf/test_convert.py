@@ -440,7 +440,9 @@ def test_weights_may_start_a_model_with_a_longer_context_if_the_change_is_named(
         found = read(folder, config)
     np.testing.assert_array_equal(found["blocks.dense.attention.query"], expected["blocks.dense.attention.query"])
     plain = config_for(read_model(folder))
-    for config_of_length, length in ((plain, 513), (config, 513), (plain, 512)):
+    base = plain.model_copy(update={"model": plain.model.model_copy(update={"rope_theta": 1e6})})
+    base = base.model_copy(update={"checkpoint": CheckpointConfig(allow_changes=("model.rope_theta",))})
+    for config_of_length, length in ((plain, 513), (config, 513), (base, 513), (plain, 512)):
         batch = config_of_length.batch.model_copy(update={"sequence_length": length})
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

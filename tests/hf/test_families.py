@@ -442,8 +442,11 @@ def test_the_module_of_qwen3_next_and_5_is_under_its_published_names(tmp_path, f
     tensors, D = load_file(tmp_path / "out" / SINGLE), model.hidden_size
     own = {name: array for name, array in tensors.items() if name.startswith("mtp.")}
     np.testing.assert_array_equal(own["mtp.fc.weight"], weights["blocks.mtp.join.projection"][0].T)
-    np.testing.assert_array_equal(own["mtp.norm.weight"], weights["blocks.mtp.final_norm"][0])
-    assert own["mtp.fc.weight"].shape == (D, 2 * D) and own["mtp.pre_fc_norm_hidden.weight"].shape == (D,)
+    # vLLM's: the norm of the next token's embedding, and that of the model's output
+    norms = {"pre_fc_norm_embedding": "join.embedding_norm", "pre_fc_norm_hidden": "join.stream_norm"}
+    for theirs, ours in (norms | {"norm": "final_norm"}).items():
+        np.testing.assert_array_equal(own[f"mtp.{theirs}.weight"], weights[f"blocks.mtp.{ours}"][0], theirs)
+    assert own["mtp.fc.weight"].shape == (D, 2 * D)
     assert own["mtp.layers.0.self_attn.q_proj.weight"].shape == (2 * model.num_heads * model.head_dim, D)
     assert {name.split(".")[2] for name in own if name.startswith("mtp.layers.")} == {"0"}, "experts too"
     check_weights(tmp_path / "out", model, weights)
