@@ -484,7 +484,10 @@ def test_the_arguments_of_a_checkpoint_become_a_config(unpack, tmp_path, capsys)
     assert {name: getattr(config.model, name) for name in section} == section
     assert (config.checkpoint.init_from, config.checkpoint.init_state) == (str(folder), "all")
     more = ["--world", "8", "--data-path", "a", "--split", "9,1,0", "--train-iters", "200"]  # what it does not have
-    assert main([str(folder), *more, "--write", str(tmp_path / "more.yaml")]) == 0
+    run = tmp_path / "of_megatron"
+    shutil.move(folder, run / "iter_0000007")
+    (run / NEWEST).write_text("7")
+    assert main([str(run), *more, "--write", str(tmp_path / "more.yaml")]) == 0
     config = load_config(tmp_path / "more.yaml")
     assert (config.mesh.tensor, config.mesh.data, config.run.steps) == (2, 4, 200)
-    assert config.checkpoint.init_from == str(folder)
+    assert config.checkpoint.init_from == str(run)  # its newest checkpoint
