@@ -149,6 +149,9 @@ def test_int8_is_right_on_average_and_keeps_small_second_moments(second):
         ((2, 4, 512, 3), ("layers", "heads", "head", "rank"), (2, 256)),  # at most 256 numbers
         ((2, 40, 3), ("layers", "mlp", "rank"), (2, 3)),  # not over tensor, though shorter
         ((2, 6), ("layers", "embed"), (1, 1)),
+        # No block has numbers of two layers, prediction modules or experts, nor of a dimension that a mesh shards
+        ((1, 6, 16), ("modules", "embed", "mlp"), (2, 2)),
+        ((32, 64, 128, 16), ("layers", "experts", "embed", "expert_mlp"), (3, 2)),
     ],
 )
 def test_blocks_lie_along_the_longest_dimension_that_no_axis_divides(shape, axes, block):
