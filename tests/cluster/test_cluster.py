@@ -146,7 +146,9 @@ def test_an_error_of_process_0_is_its_own_there_and_a_sentence_elsewhere(togethe
 
 
 def test_the_others_wait_for_process_0_longer_than_it_waits_for_them():
-    """It may take the last one's value after all of its time, and then has to look at the values."""
+    """It may take the last one's value after all of its time, and then has to look at the values. That is one time for
+    all: of several silent ones, the second gets what the first has left.
+    """
     waits = []
 
     class Noting(several_processes.Store):
@@ -160,6 +162,12 @@ def test_the_others_wait_for_process_0_longer_than_it_waits_for_them():
     assert [wait for name, wait in waits if name == "answer"] == [16000, 16000]
     [collecting] = [wait for name, wait in waits if name == "1"]
     assert 4000 < collecting <= 8000
+
+    waits.clear()
+    with several_processes.together(clusters(3, Noting(3))[:1]) as call:
+        [error] = call(lambda _: current().gather(0, seconds=0.2))
+    assert isinstance(error, Gone) and "process 1, 2 did not answer within 0.2 s" in str(error)
+    assert [name for name, _ in waits] == ["1", "2"] and waits[1][1] <= 100 < waits[0][1] <= 200
 
 
 @pytest.mark.parametrize("silent", [0, 1])

@@ -117,6 +117,9 @@ OVERRIDES = {
     "checkpoint.allow_changes=[data, data.trian]": (
         "checkpoint.allow_changes names data.trian, which is no config key (@): did you mean data.train?"
     ),
+    "checkpoint.allow_changes=[model.num_lay]": (
+        "checkpoint.allow_changes names model.num_lay, which is no config key (@): did you mean model.num_layers?"
+    ),
     "model=3": "model=3 is not a mapping (@): set its keys, such as model.num_layers.",
     "objective.settings=3": "objective.settings=3 is not a mapping (@): write its keys in braces, as {name: value}.",
     "run.hook_settings.norms=3": (
