@@ -160,11 +160,11 @@ OF_FRAMEWORKS: dict[str, dict[str, dict[str, str | None]]] = {
         "data.too_long": {"keep_start": "truncate", "keep_end": None, "discard": "drop"},
     },
     # √max(1, out / in) is emerging_optimizers' shape_scaling and torch.optim.Muon's original; unit_rms_norm is
-    # √(out / in), and torch's match_rms_adamw 0.2·√max(in, out). "simple" is Jordan's step
+    # √(out / in), and torch's match_rms_adamw 0.2·√max(in, out)
     "Muon's": {
         "optimizer.muon.scale": dict.fromkeys(("shape_scaling", "original", "unit_rms_norm"), "spectral")
         | {"match_rms_adamw": "match_adamw"},
-        "optimizer.muon.coefficients": {"simple": "quintic", "polar": "polar_express"},
+        "optimizer.muon.coefficients": {"jordan": "quintic", "polar": "polar_express"},
     },
     "published models'": {
         "model.qk_norm": {"qwen3": "true", "olmo2": "all_heads"},
