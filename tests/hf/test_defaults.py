@@ -12,6 +12,9 @@ from megajax.hf.convert import FAMILIES, read_model
 
 FILES = Path(__file__).parents[1] / "data_files"
 GOLDEN = json.loads((FILES / "hf_defaults.json").read_text())
+# Keys whose null has a meaning in every family that reads them: no such part, and as many KV heads as heads.
+UNSET = {"sliding_window": "sliding_window", "attn_logit_softcapping": "attention_softcap"}
+UNSET |= {"final_logit_softcapping": "logit_softcap", "q_lora_rank": "q_lora_rank"}
 TINY = {"qwen3": "qwen3_local", "qwen3_moe": "qwen3_moe_mixed"}
 
 
@@ -60,6 +63,10 @@ def test_a_key_that_is_absent_or_null_has_the_value_of_transformers_or_is_refuse
             older = {"num_key_value_heads": heads, "head_dim": config.get("hidden_size", 0) // heads}
             changes = {key: older.get(key, False)}
         assert found in (None, model_of(tmp_path, config | changes)), key
+        if key in UNSET:
+            assert found is not None and getattr(found, UNSET[key]) is None, key
+        if key == "num_key_value_heads":
+            assert found is not None and found.num_kv_heads == found.num_heads
 
 
 @pytest.mark.smoke
