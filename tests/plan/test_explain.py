@@ -188,9 +188,12 @@ def test_the_written_file_of_the_fewest_gpus_is_for_them_and_says_so(config, tmp
     [
         (["--explain", "tensor=2,fsdp=2"], "mesh.fsdp=2 x mesh.tensor=2 does not divide 6 devices"),
         (["--explain", "tensor=2,tensor=4"], "--explain=tensor=2,tensor=4 has tensor twice"),
-        (["--explain", "tensor=2", "--fp8"], "--fp8 has no effect with --explain"),
+        *(
+            ([*one, option, *number], f"{option} has no effect with {one[0]}")
+            for one in (["--explain", "tensor=2"], ["--fewest"])
+            for option, *number in (["--compile", "1"], ["--fp8"], ["--usual"])
+        ),
         (["--explain", "tensor=2", "--fewest"], "--fewest has no effect with --explain"),
-        (["--fewest", "--compile", "1"], "--compile has no effect with --fewest"),
         (["--compile", "3", "--top", "2"], "--compile=3 is more than the rows, --top=2: compile fewer"),
         (["--hosts-of", "0"], "--hosts-of=0 is not above 0"),
         (["--explain", "tensor=2", "--hosts-of", "4"], "--gpus=6 is not a whole number of hosts of 4: use 4 or 8."),
