@@ -315,13 +315,15 @@ def test_attention_without_a_library_is_what_is_in_its_scope():
 @pytest.mark.parametrize("kind", hlo.COLLECTIVES)
 def test_bytes_between_hosts_are_those_of_the_rings_of_the_groups_on_several_hosts(ops, kind):
     """Two hosts of eight. Over `data` eight groups of two have a device on both; over `fsdp` each group is in one."""
-    gather, whole = ops["gather-start"], 6e8
+    part, whole = (hlo.Array("bf16", (n,)) for n in (150_000_000, 300_000_000))
+    operand, result = {"all-gather": (part, whole), "reduce-scatter": (whole, part)}.get(kind, (whole, whole))
+    op = replace(ops["gather-start"], kind=kind, operands=(operand,), results=(result,))
     mesh = "replica_groups=mesh['data'=2, 'fsdp'=8] {{'{}'}}"
     listed = {"data": "replica_groups=[8,2]<=[2,8]T(1,0)", "fsdp": "replica_groups=[2,8]<=[16]"}
     passes = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}.get(kind, 0)
-    for axis, expected in (("data", 8 * passes * whole / 2), ("fsdp", 0)):
+    for axis, expected in (("data", 8 * passes * 6e8 / 2), ("fsdp", 0)):
         for attributes in (mesh.format(axis), listed[axis]):
-            assert replace(gather, kind=kind, attributes=attributes).between_hosts(8) == expected, attributes
+            assert replace(op, attributes=attributes).between_hosts(8) == expected, attributes
 
 
 def test_arrays_have_the_bytes_of_their_dtypes():
