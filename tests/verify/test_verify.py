@@ -399,6 +399,13 @@ def test_documents_stay_as_separate_as_they_are(reset):
     assert (small.data.synthetic_documents is None) == (not any(reset))
 
 
+@pytest.mark.parametrize(("packing", "is_packed"), [("none", False), ("sequential", True), (None, True)])
+def test_chats_are_packed_only_if_they_are(packing, is_packed):
+    data = {"kind": "chat", "train": "elsewhere.jsonl", "tokenizer": "byte", "packing": packing}
+    small, _ = shrink(Config.model_validate(LARGE | {"data": data}), [SIZES], 1)
+    assert ("segment_ids" in next(batches(small, 0))) == is_packed
+
+
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS.keys() - {"soap"}))
 def test_the_first_moments_are_the_first_gradients_times_their_shares(kind):
     model = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 32}
