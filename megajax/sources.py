@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from megajax.checkpoint import find_checkpoint, restore_model
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 INIT_FROM = "checkpoint.init_from"
 Abstract = Mapping[str, jax.ShapeDtypeStruct]
 LayerState = dict[str, dict[str, jax.Array]]
+Weights = tuple[dict[str, jax.Array], LayerState]  # parameters and layer state
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,7 @@ class WeightSource:
         """
         raise NotImplementedError
 
-    def read(
-        self, params: Abstract, layer_state: Mapping[str, Abstract], model: ModelConfig
-    ) -> tuple[dict[str, jax.Array], LayerState]:
+    def read(self, params: Abstract, layer_state: Mapping[str, Abstract], model: ModelConfig) -> Weights:
         """The parameters by name and the layers' state in these dtypes and shardings.
 
         Each process reads what its devices hold. Raises InputError as `open` does, for an array that lacks, and for one
@@ -165,9 +165,7 @@ class RunSource(WeightSource):
         params, layer_state = open_model(self.checkpoint, model)
         yield params | layer_state
 
-    def read(
-        self, params: Abstract, layer_state: Mapping[str, Abstract], model: ModelConfig
-    ) -> tuple[dict[str, jax.Array], LayerState]:
+    def read(self, params: Abstract, layer_state: Mapping[str, Abstract], model: ModelConfig) -> Weights:
         return restore_model(str(self.path), params, layer_state, model, self.setting, self.location, self.allowed)
 
     def training(self) -> "SavedTraining":
@@ -211,9 +209,7 @@ class HfSource(WeightSource):
         with open_readers(self.path, model, shapes, self.setting, self.location, self.allowed) as readers:
             yield {name: _FolderArray(reader) for name, reader in readers.items()}
 
-    def read(
-        self, params: Abstract, layer_state: Mapping[str, Abstract], model: ModelConfig
-    ) -> tuple[dict[str, jax.Array], LayerState]:
+    def read(self, params: Abstract, layer_state: Mapping[str, Abstract], model: ModelConfig) -> Weights:
         from megajax.hf.convert import load
 
         return load(self.path, params, layer_state, model, self.setting, self.location, self.allowed)
@@ -269,9 +265,7 @@ class MegatronSource(WeightSource):
         with open_readers(self.path, model, shapes) as readers:
             yield {name: _FolderArray(reader) for name, reader in readers.items()}
 
-    def read(
-        self, params: Abstract, layer_state: Mapping[str, Abstract], model: ModelConfig
-    ) -> tuple[dict[str, jax.Array], LayerState]:
+    def read(self, params: Abstract, layer_state: Mapping[str, Abstract], model: ModelConfig) -> Weights:
         from megajax.megatron.convert import load
 
         return load(self.path, params, layer_state, model)
@@ -311,9 +305,7 @@ class Upcycled(WeightSource):
         with self._dense.open(dense_model(model)) as arrays:
             yield {name: array for name, array in arrays.items() if not name.startswith("blocks.")}
 
-    def read(
-        self, params: Abstract, layer_state: Mapping[str, Abstract], model: ModelConfig
-    ) -> tuple[dict[str, jax.Array], LayerState]:
+    def read(self, params: Abstract, layer_state: Mapping[str, Abstract], model: ModelConfig) -> Weights:
         dense, found = dense_model(model), origins(model, params)
         states = {kind: own for kind, own in layer_state.items() if kind in declared_state(dense)}
         wanted = {origin.name: origin.abstract(params[name]) for name, origin in found.items()}
@@ -372,6 +364,29 @@ def initial_weights(config: Config, path: str | None = None, run_dir: Path | Non
     source = find_source(path, INIT_FROM, f" ({where}{note})")
     source.allowed = config.checkpoint.allow_changes
     return Upcycled(source) if config.checkpoint.upcycle else source
+
+
+def read_weights(
+    source: WeightSource, params: Abstract, layer_state: Mapping[str, Abstract], model: ModelConfig
+) -> Weights:
+    """The weights of a source, as `WeightSource.read`. Raises InputError too for numbers that are not finite."""
+    weights = source.read(params, layer_state, model)
+    refuse_not_finite(weights, source.shown)
+    return weights
+
+
+def refuse_not_finite(weights: Weights, source: str) -> None:
+    """Raise InputError with the first arrays that have NaN or Inf, at most three; they are checked on the devices."""
+    params, state = weights
+    arrays = params | {f"{kind}.{name}": array for kind, of_kind in state.items() for name, array in of_kind.items()}
+    if bad := [name for name, good in zip(arrays, _are_finite([*arrays.values()]), strict=True) if not good][:3]:
+        raise InputError(f"{source}: {', '.join(bad)} has NaN or Inf: give weights without them.")
+
+
+@jax.jit
+def _are_finite(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Whether each array has only finite numbers; arrays of equal shapes share a program."""
+    return [jnp.isfinite(array).all() for array in arrays]
 
 
 def text_settings(config: Config, run_dir: Path) -> TextSettings:

@@ -20,7 +20,7 @@ from megajax.model.lora import is_adapter, merge
 from megajax.options.fp8_recipes import NONE
 from megajax.options.registered import replaces_head
 from megajax.runtime import accept_missing_cuda
-from megajax.sources import HfSource, RunSource, WeightSource, find_source, initial_weights
+from megajax.sources import HfSource, RunSource, WeightSource, find_source, initial_weights, read_weights
 
 CHOSEN_KERNELS = "attention", "grouped_matmul", "linear_attention"  # of `kernels`
 DTYPES = ("float32", "bfloat16", "float16")
@@ -79,14 +79,14 @@ def _load(source: WeightSource, mesh: Mesh | None, dtype: str | None, speculate:
     text, model = source.text(config), Transformer(config.model)
     state, base = abstract_state(model, mesh), abstract_parameters(model, mesh, config.precision.compute)
     if config.lora.rank is None:
-        params, layer_state = source.read(base, state, config.model)
+        params, layer_state = read_weights(source, base, state, config.model)
         return LanguageModel(config, params, layer_state, mesh, text, speculate=speculate)
     # Adapters are merged into their base.
     whole = abstract_parameters(Transformer(config.model, config.lora), mesh, jnp.float32)
     adapters = {name: shape for name, shape in whole.items() if is_adapter(name)}
-    adapted, layer_state = source.read(adapters, state, config.model)
+    adapted, layer_state = read_weights(source, adapters, state, config.model)
     run_dir, _ = find_checkpoint(source.path, source.setting, source.location)
-    params, _ = initial_weights(config, run_dir=run_dir).read(base, {}, config.model)
+    params, _ = read_weights(initial_weights(config, run_dir=run_dir), base, {}, config.model)
     params = merge(params, adapted, config.lora)
     return LanguageModel(config, params, layer_state, mesh, text, speculate=speculate)
 

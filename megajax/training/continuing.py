@@ -18,9 +18,9 @@ from megajax.optim import make_schedule
 from megajax.optim.optimizer import OptimizerState
 from megajax.optim.slots import SlotArray
 from megajax.schema.batch_schedule import Position
-from megajax.sources import initial_weights
+from megajax.sources import Weights, initial_weights, refuse_not_finite
 from megajax.training.agreement import check_order
-from megajax.training.saving import StateSaver, Weights, refuse_not_finite
+from megajax.training.saving import StateSaver
 from megajax.training.step import TrainState
 
 STATE, KIND = "checkpoint.init_state", "optimizer.kind"

@@ -17,12 +17,12 @@ from megajax.checkpoint.storage import store_errors
 from megajax.config.sentences import located
 from megajax.errors import InputError, UserError
 from megajax.schema.batch_schedule import BatchSizes, Position, samples_before
-from megajax.sources import initial_weights
+from megajax.sources import Weights, initial_weights
 from megajax.training import run_record
 from megajax.training.continuing import ContinuedTraining
 from megajax.training.local_saves import LocalSaves
 from megajax.training.rollbacks import Rollback, Rollbacks
-from megajax.training.saving import StateSaver, Weights
+from megajax.training.saving import StateSaver
 from megajax.training.step import TrainState
 
 RESUME_STEP = "checkpoint.resume_step"

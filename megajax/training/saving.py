@@ -21,7 +21,6 @@ from megajax.checkpoint.description import (
     refuse_changes,
 )
 from megajax.checkpoint.manager import loaded_layer_state, saved_layer_state
-from megajax.config import ModelConfig
 from megajax.config.sentences import fail, located
 from megajax.data.contents import data_contents
 from megajax.errors import InputError, reading
@@ -29,12 +28,11 @@ from megajax.mesh import mesh_sizes
 from megajax.optim.offload import HOST, on_device, on_host
 from megajax.schema.batch_schedule import Position, samples_before
 from megajax.sharding import OBJECTIVE, TEACHER, Placement, to_canonical, to_stored, unpadded_spec
-from megajax.sources import INIT_FROM, LayerState, WeightSource, find_source, initial_weights
+from megajax.sources import INIT_FROM, LayerState, Weights, find_source, initial_weights, read_weights
 from megajax.training.agreement import MUST_AGREE, check_order, compared_settings, warn_of_longer_sequences
 from megajax.training.step import TrainProgram, TrainState
 from megajax.weights.scaling import FP8, Scaling
 
-Weights = tuple[dict[str, jax.Array], LayerState]  # parameters and layer state
 ORDER_BY_SIZE = ("data.stages", "data.train_samples")  # they follow the size of the batch
 
 
@@ -219,7 +217,7 @@ class StateSaver:
         if own := {name for name in wanted if name.startswith(OBJECTIVE)}:
             absent = source.lacks(own, config.model)
             wanted = {name: leaf for name, leaf in wanted.items() if name not in absent}
-        return _read(source, wanted, layer_state, config.model)
+        return read_weights(source, wanted, layer_state, config.model)
 
     def restore_teacher(self) -> dict[str, jax.Array]:
         """The frozen teacher's weights of `teacher.source`, as stored on the devices; empty without a teacher.
@@ -238,7 +236,7 @@ class StateSaver:
         wanted = {name.removeprefix(TEACHER): frozen[name] for name in names}
         found = find_source(source, key, f" ({config.where(key)})")
         warn_of_longer_sequences(config, found, model)
-        weights, _ = _read(found, wanted, {}, model)
+        weights, _ = read_weights(found, wanted, {}, model)
         return self._in_stored_form({TEACHER + name: w for name, w in weights.items()}, "frozen")
 
     def first_state(self) -> TrainState:
@@ -382,27 +380,6 @@ def _checksum(weights: Mapping[str, jax.Array]) -> jax.Array:
     unsigned = {2: jnp.uint16, 4: jnp.uint32}
     bits = [jax.lax.bitcast_convert_type(w, unsigned[w.dtype.itemsize]) for w in weights.values()]
     return sum((b.astype(jnp.uint32).sum(dtype=jnp.uint32) for b in bits), jnp.uint32(0))
-
-
-def _read(source: WeightSource, wanted: dict[str, Any], layer_state: Any, model: ModelConfig) -> Weights:
-    """A model of a source of weights."""
-    weights = source.read(wanted, layer_state, model)
-    refuse_not_finite(weights, source.shown)
-    return weights
-
-
-def refuse_not_finite(weights: Weights, source: str) -> None:
-    """Raise InputError with the first arrays that have NaN or Inf, at most three; they are checked on the devices."""
-    params, state = weights
-    arrays = params | {f"{kind}.{name}": array for kind, of_kind in state.items() for name, array in of_kind.items()}
-    if bad := [name for name, good in zip(arrays, _are_finite([*arrays.values()]), strict=True) if not good][:3]:
-        raise InputError(f"{source}: {', '.join(bad)} has NaN or Inf: give weights without them.")
-
-
-@jax.jit
-def _are_finite(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Whether each array has only finite numbers; arrays of equal shapes share a program."""
-    return [jnp.isfinite(array).all() for array in arrays]
 
 
 def _without_history[Leaf](state: Mapping[str, dict[str, Leaf]]) -> dict[str, dict[str, Leaf]]:

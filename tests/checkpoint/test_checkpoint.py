@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore
 
+import megajax
 from megajax.checkpoint import manager
 from megajax.checkpoint.description import compare_descriptions, describe_model
 from megajax.config import ModelConfig, load_config
@@ -220,6 +221,9 @@ def test_weights_that_are_not_finite_or_of_another_shape_are_refused_by_name(mak
     for mesh in ({"tensor": 2, "fsdp": 2}, {}):
         with pytest.raises(InputError, match=sentence):
             make_trainer("run", f"checkpoint.init_from={tmp_path / 'source'}", **mesh)
+    (tmp_path / "source/config.yaml").write_text(source.config.to_yaml())
+    with pytest.raises(InputError, match=r"run=.*source: blocks.dense.mlp.up, head has NaN or Inf: give weights"):
+        megajax.load_run(tmp_path / "source")
     base = {"driver": "file", "path": f"{checkpoint / 'state'}/"}
     store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
     header = json.loads(store.read("params.final_norm/.zarray").result().value)

@@ -17,10 +17,11 @@ from megajax.config.checks import check_mesh
 from megajax.data.samples import Samples
 from megajax.errors import InputError, LostReaderError
 from megajax.mesh import build_mesh
+from megajax.sources import refuse_not_finite
 from megajax.training.batches import batches, to_global
 from megajax.training.logs import closing_line, nothing_line
 from megajax.training.loop import Trainer
-from megajax.training.saving import StateSaver, refuse_not_finite
+from megajax.training.saving import StateSaver
 from megajax.training.step import INITIAL_LOSS_SCALE, TrainProgram
 
 SHORT = ("run.steps=2", "run.eval_steps=0")
