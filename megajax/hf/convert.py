@@ -2,11 +2,11 @@
 
 import contextlib
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,49 +33,12 @@ from megajax.hf.qwen3_next import Qwen3Next
 from megajax.hf.qwen_vl import Qwen2Vl, Qwen3Vl, Qwen25Vl
 from megajax.hf.reader import Reader, check_tensors, on_devices, unpadded, unread_head
 from megajax.hf.t5 import T5
-from megajax.hf.tensors import Tensor, assembled, tensor_names
+from megajax.hf.tensors import Family, Tensor, assembled, tensor_names
 from megajax.hf.values import check_section, check_tower, check_values, complete
 from megajax.hf.vision_language import Gemma3, Llava, VisionLanguage
 from megajax.layout.kinds import EXTRA, extra_layers, without_extra
 from megajax.model.block import layer_state, state_by_name
 from megajax.schema.tree import show
-
-
-class Family(Protocol):
-    """One family of models: how its config.json and its tensors correspond to megajax's."""
-
-    model_type: str
-    architecture: str
-
-    @property
-    def names(self) -> Mapping[str, str]:
-        """Keys of config.json that differ from those of `model` in name only."""
-        ...
-
-    def read(self, config: dict[str, Any]) -> dict[str, Any]: ...
-
-    def write(self, model: ModelConfig) -> dict[str, Any]: ...
-
-    def tensors(self, model: ModelConfig) -> list[Tensor]:
-        """An entry of each parameter, and of the layers' state that the family's model has."""
-        ...
-
-    def stored_names(self, names: Iterable[str], folder: Path) -> dict[str, str]:
-        """The names of tensors as in `tensors` → those in a folder."""
-        ...
-
-    def unused(self, config: dict[str, Any]) -> tuple[str, ...]:
-        """Beginnings of the names of tensors that config.json promises and a run may leave out."""
-        ...
-
-    def copies(self, model: ModelConfig) -> list[Tensor]:
-        """Entries of tensors that repeat parameters: they are written, and must be equal where a folder has them."""
-        ...
-
-    def alternatives(self, model: ModelConfig) -> list[Tensor]:
-        """Entries of other tensors with the same parameters: they are read where a folder has them."""
-        ...
-
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family

@@ -2,7 +2,7 @@
 
 from megajax.config import ModelConfig
 from megajax.hf.defaults import DEFAULTS
-from megajax.hf.tensors import EachTensorOnce, Json, Tensor, side_by_side
+from megajax.hf.tensors import Family, Json, Tensor, side_by_side
 
 NAMES = {
     "n_layer": "num_layers",
@@ -16,14 +16,13 @@ NAMES = {
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
 
 
-class Gpt2(EachTensorOnce):
+class Gpt2(Family):
     """GPT-2."""
 
     model_type, architecture = "gpt2", "GPT2LMHeadModel"
     names = NAMES
 
     def read(self, config: Json) -> Json:
-        """config.json → the section `model`; ValueError for an option that megajax's model does not have."""
         config = DEFAULTS[self.model_type] | config
         if (activation := config["activation_function"]) not in ACTIVATIONS:
             raise ValueError(f"activation_function={activation} is not one of {', '.join(ACTIVATIONS)}")
@@ -43,7 +42,6 @@ class Gpt2(EachTensorOnce):
         }
 
     def write(self, model: ModelConfig) -> Json:
-        """The section `model` → config.json, without what depends on the run."""
         config = {theirs: getattr(model, ours) for theirs, ours in NAMES.items()}
         return config | {
             "model_type": self.model_type,
@@ -55,7 +53,6 @@ class Gpt2(EachTensorOnce):
         }
 
     def tensors(self, model: ModelConfig) -> list[Tensor]:
-        """All parameters' entries."""
         width = model.num_heads * model.head_dim
         attention, mlp, theirs = "blocks.dense.attention.", "blocks.dense.mlp.", "transformer.h.{layer}."
         three = ("query", "key", "value")

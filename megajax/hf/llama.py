@@ -8,7 +8,7 @@ from dataclasses import replace
 from megajax.config import ModelConfig
 from megajax.hf.defaults import DEFAULTS
 from megajax.hf.rope_scaling import read_rope, write_rope
-from megajax.hf.tensors import EachTensorOnce, Json, Tensor
+from megajax.hf.tensors import Family, Json, Tensor
 from megajax.layout.kinds import BUILT_IN_BLOCKS, block_layers, is_gated, layer_kinds
 
 LINEAR, HEADS = "out in -> in out", "(heads head) embed -> embed heads head"
@@ -47,7 +47,7 @@ class WithoutPositions:
         return {}
 
 
-class Llama(EachTensorOnce):
+class Llama(Family):
     """Llama 2, 3, 3.1 and 3.2."""
 
     model_type, architecture = "llama", "LlamaForCausalLM"
@@ -59,7 +59,6 @@ class Llama(EachTensorOnce):
     final_norm, mlp_module = "model.norm", "mlp"
 
     def read(self, config: Json) -> Json:
-        """config.json → the section `model`; ValueError for an option that megajax's model does not have."""
         config = DEFAULTS[self.model_type] | config
         if (activation := config[self.activation_key]) not in self.activations:
             raise ValueError(f"{self.activation_key}={activation} is not {next(iter(self.activations))}")
@@ -80,7 +79,6 @@ class Llama(EachTensorOnce):
         return {key: True for key, present in biases.items() if present}
 
     def write(self, model: ModelConfig) -> Json:
-        """The section `model` → config.json, without what depends on the run."""
         config = {theirs: getattr(model, ours) for theirs, ours in self.names.items()}
         config |= {"model_type": self.model_type, "architectures": [self.architecture]}
         config[self.activation_key] = next(iter(self.activations))
@@ -93,7 +91,6 @@ class Llama(EachTensorOnce):
         return {"attention_bias": model.attention_bias, "mlp_bias": model.mlp_bias}
 
     def tensors(self, model: ModelConfig) -> list[Tensor]:
-        """All parameters' entries."""
         out = [Tensor("embedding.tokens", "model.embed_tokens.weight"), *norm(model, "final_norm", self.final_norm)]
         if not model.tie_embeddings:
             out.append(Tensor("head", "lm_head.weight", LINEAR))

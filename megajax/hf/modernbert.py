@@ -4,7 +4,7 @@ from megajax.config import ModelConfig
 from megajax.hf.defaults import DEFAULTS
 from megajax.hf.families import GLOBAL, LOCAL
 from megajax.hf.llama import HEADS, LINEAR, check_fixed, layer_types, norm, windows
-from megajax.hf.tensors import EachTensorOnce, Json, Tensor, side_by_side
+from megajax.hf.tensors import Family, Json, Tensor, side_by_side
 from megajax.layout.kinds import FIRST, block_layers
 
 NAMES = {
@@ -26,14 +26,13 @@ WHOLE: Json = {"norm": "layernorm", "causal": False, "embedding_norm": True, "pr
 THREE = ("query", "key", "value")
 
 
-class ModernBert(EachTensorOnce):
+class ModernBert(Family):
     """ModernBERT."""
 
     model_type, architecture = "modernbert", "ModernBertForMaskedLM"
     names = NAMES
 
     def read(self, config: Json) -> Json:
-        """config.json → the section `model`; ValueError for an option that megajax's model does not have."""
         config = DEFAULTS[self.model_type] | config
         check_fixed(config, FIXED)
         if (activation := config["hidden_activation"]) not in ACTIVATIONS:
@@ -59,7 +58,6 @@ class ModernBert(EachTensorOnce):
         return {"rope_theta": theta[GLOBAL]} | ({"rope_local_theta": theta[LOCAL]} if has_local else {})
 
     def write(self, model: ModelConfig) -> Json:
-        """The section `model` → config.json, without what depends on the run."""
         config: Json = {theirs: getattr(model, ours) for theirs, ours in NAMES.items()} | FIXED
         window, local = model.sliding_window, model.rope_local_theta or model.rope_theta
         theta = {GLOBAL: model.rope_theta, LOCAL: local}
@@ -76,7 +74,6 @@ class ModernBert(EachTensorOnce):
         }
 
     def tensors(self, model: ModelConfig) -> list[Tensor]:
-        """All parameters' entries."""
         out = [
             Tensor("embedding.tokens", "model.embeddings.tok_embeddings.weight"),
             *norm(model, "embedding.norm", "model.embeddings.norm"),

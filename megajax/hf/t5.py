@@ -3,7 +3,7 @@
 from megajax.config import ModelConfig
 from megajax.hf.defaults import DEFAULTS
 from megajax.hf.llama import HEADS, LINEAR
-from megajax.hf.tensors import EachTensorOnce, Json, Tensor
+from megajax.hf.tensors import Family, Json, Tensor
 from megajax.layout.kinds import DECODER, DENSE, is_gated
 from megajax.schema.model import LAYERS
 
@@ -27,14 +27,13 @@ PROJECTIONS = {"query": ("q", HEADS), "key": ("k", HEADS), "value": ("v", HEADS)
 GATED, PLAIN = {"gate": "wi_0", "up": "wi_1", "down": "wo"}, {"up": "wi", "down": "wo"}
 
 
-class T5(EachTensorOnce):
+class T5(Family):
     """T5: an encoder and a decoder, relative positions, scores without a scale."""
 
     model_type, architecture = "t5", "T5ForConditionalGeneration"
     names = NAMES
 
     def read(self, config: Json) -> Json:
-        """config.json → the section `model`; ValueError for an option that megajax's model does not have."""
         config = DEFAULTS[self.model_type] | config
         config["num_decoder_layers"] = config.get("num_decoder_layers") or config["num_layers"]
         if (activation := config["feed_forward_proj"]) not in ACTIVATIONS:
@@ -54,7 +53,6 @@ class T5(EachTensorOnce):
         }
 
     def write(self, model: ModelConfig) -> Json:
-        """The section `model` → config.json, without what depends on the run."""
         config = {theirs: getattr(model, ours) for theirs, ours in NAMES.items()}
         return config | {
             "model_type": self.model_type,
@@ -71,7 +69,6 @@ class T5(EachTensorOnce):
         return "encoder.embed_tokens.", "decoder.embed_tokens."  # in older folders: `shared` again
 
     def tensors(self, model: ModelConfig) -> list[Tensor]:
-        """All parameters' entries."""
         out = [Tensor("embedding.tokens", "shared.weight")]
         if not model.tie_embeddings:
             out.append(Tensor("head", "lm_head.weight", LINEAR))

@@ -246,17 +246,40 @@ def side_by_side(theirs: str, dimension: int, parts: Mapping[str, tuple[str, int
     return out
 
 
-class EachTensorOnce:
-    """A family whose folders have the tensors of its parameters, each once and in one form."""
+class Family:
+    """One family of models: how its config.json and its tensors correspond to megajax's.
+
+    By default its folders have the tensors of its parameters, each once and in one form.
+    """
+
+    model_type: str
+    architecture: str
+    names: Mapping[str, str]  # keys of config.json that differ from those of `model` in name only
+
+    def read(self, config: Json) -> Json:
+        """A complete config.json → the section `model`; ValueError for an option that megajax's model does not have."""
+        raise NotImplementedError
+
+    def write(self, model: ModelConfig) -> Json:
+        """The section `model` → config.json, without what depends on the run; ValueError for another family's model."""
+        raise NotImplementedError
+
+    def tensors(self, model: ModelConfig) -> list[Tensor]:
+        """An entry of each parameter, and of the layers' state that the family's model has."""
+        raise NotImplementedError
 
     def stored_names(self, names: Iterable[str], folder: Path) -> dict[str, str]:
+        """The names of tensors as in `tensors` → those in a folder."""
         return text_names(names, folder)
 
-    def unused(self, config: dict[str, Any]) -> tuple[str, ...]:
+    def unused(self, config: Json) -> tuple[str, ...]:
+        """Beginnings of the names of tensors that config.json promises and a run may leave out."""
         return ()
 
     def copies(self, model: ModelConfig) -> list[Tensor]:
+        """Entries of tensors that repeat parameters: they are written, and must be equal where a folder has them."""
         return []
 
     def alternatives(self, model: ModelConfig) -> list[Tensor]:
+        """Entries of other tensors with the same parameters: they are read where a folder has them."""
         return []

@@ -12,7 +12,7 @@ from megajax.errors import InputError
 from megajax.hf.defaults import DEFAULTS
 from megajax.hf.families import Gemma3Text
 from megajax.hf.llama import HEADS, LINEAR, Llama, check_fixed
-from megajax.hf.tensors import EachTensorOnce, Json, Tensor
+from megajax.hf.tensors import Family, Json, Tensor
 from megajax.layout.kinds import DENSE
 from megajax.schema.vision import VisionConfig
 
@@ -35,11 +35,9 @@ def linear(ours: str, theirs: str) -> list[Tensor]:
     return [Tensor(ours, f"{theirs}.weight", LINEAR), Tensor(f"{ours}_bias", f"{theirs}.bias")]
 
 
-class VisionLanguage(EachTensorOnce):
+class VisionLanguage(Family):
     """A text model with a vision tower. `text` is the family of the text model."""
 
-    model_type: str
-    architecture: str
     text: Llama
     tower_type: str  # of vision_config, by default
     image_token = "image_token_index"
@@ -72,7 +70,6 @@ class VisionLanguage(EachTensorOnce):
         return config | {"text_config": text | tied}
 
     def read(self, config: Json) -> Json:
-        """config.json → the section `model`; ValueError for an option that megajax's model does not have."""
         tower = self.complete_tower(config)
         model = self.text.read(config["text_config"])
         check_fixed(tower, {"num_channels": 3, "in_channels": 3, "attention_dropout": 0.0})
@@ -84,7 +81,6 @@ class VisionLanguage(EachTensorOnce):
         return model | {"vision": vision}
 
     def write(self, model: ModelConfig) -> Json:
-        """The section `model` → config.json, without what depends on the run."""
         if (vision := model.vision) is None:
             raise ValueError("it has a vision tower")
         act = next((name for name, ours in ACTIVATIONS.items() if ours == vision.activation), "gelu")
@@ -101,7 +97,6 @@ class VisionLanguage(EachTensorOnce):
         }
 
     def tensors(self, model: ModelConfig) -> list[Tensor]:
-        """All parameters' entries."""
         assert model.vision is not None
         text = [Tensor(**{**vars(t), "theirs": self.text_name(t.theirs)}) for t in self.text.tensors(model)]
         return text + self.tower_tensors(model, model.vision)
