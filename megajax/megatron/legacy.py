@@ -5,6 +5,7 @@
 count from 0 in each file. Here each tensor is whole, by the names of Megatron's modules.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -234,7 +235,5 @@ def _assembled(
 
 def _chunk(tensor: LocalTensor, offsets: tuple[int, ...], sizes: tuple[int, ...], half: int) -> Chunk:
     """A block of numbers that are side by side in the file."""
-    length = tensor.info.dtype.itemsize
-    for size in sizes:
-        length *= size
+    length = tensor.info.dtype.itemsize * math.prod(sizes)
     return Chunk(offsets, sizes, tensor.file, tensor.at + half * length, length)

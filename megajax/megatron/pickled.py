@@ -20,31 +20,11 @@ from megajax.errors import InputError, shown
 
 Modules = tuple[str, ...]  # beginnings of the names of modules
 MOST_BYTES = 2**28  # of a pickle, whose tensors are elsewhere
-# Storages by the name of their class, and dtypes by their own
-STORAGES = {
-    "DoubleStorage": np.dtype(np.float64),
-    "FloatStorage": np.dtype(np.float32),
-    "HalfStorage": np.dtype(np.float16),
-    "BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
-    "LongStorage": np.dtype(np.int64),
-    "IntStorage": np.dtype(np.int32),
-    "ShortStorage": np.dtype(np.int16),
-    "CharStorage": np.dtype(np.int8),
-    "ByteStorage": np.dtype(np.uint8),
-    "BoolStorage": np.dtype(np.bool_),
-}
-DTYPES = {
-    "float64": np.dtype(np.float64),
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "int64": np.dtype(np.int64),
-    "int32": np.dtype(np.int32),
-    "int16": np.dtype(np.int16),
-    "int8": np.dtype(np.int8),
-    "uint8": np.dtype(np.uint8),
-    "bool": np.dtype(np.bool_),
-}
+# torch's dtypes, each with the beginning of the name of its storages' class
+STORED_AS = {"float64": "Double", "float32": "Float", "float16": "Half", "bfloat16": "BFloat16", "int64": "Long"}
+STORED_AS |= {"int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte", "bool": "Bool"}
+DTYPES = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in STORED_AS}
+STORAGES = {f"{kind}Storage": DTYPES[name] for name, kind in STORED_AS.items()}
 
 
 class Plain:
@@ -219,9 +199,9 @@ class TorchZip:
 
 
 class FilePart(io.RawIOBase):
-    """A part of an open file as a file of its own."""
+    """A part of an open file as a file of its own; it grows by what is written at its end."""
 
-    def __init__(self, file: BinaryIO, start: int, length: int):
+    def __init__(self, file: BinaryIO, start: int, length: int = 0):
         super().__init__()
         self._file, self._start, self.length, self._at = file, start, length, 0
 
@@ -229,6 +209,9 @@ class FilePart(io.RawIOBase):
         return True
 
     def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
         return True
 
     def tell(self) -> int:
@@ -244,3 +227,9 @@ class FilePart(io.RawIOBase):
         data = self._file.read(size)
         self._at += len(data)
         return data
+
+    def write(self, data: Any) -> int:
+        self._file.seek(self._start + self._at)
+        self._at += self._file.write(data)
+        self.length = max(self.length, self._at)
+        return len(data)

@@ -3,7 +3,6 @@
 `pickled.py` reads them.
 """
 
-import io
 import pickle
 import struct
 import zipfile
@@ -12,7 +11,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from megajax.megatron.pickled import DTYPES, STORAGES
+from megajax.megatron.pickled import DTYPES, STORAGES, FilePart
 
 BLOCK_BYTES = 2**26  # of numbers that are written at a time
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -141,7 +140,7 @@ def save(file: BinaryIO, value: Any, arrays: Mapping[str, np.ndarray] = {}) -> N
 
     The archive begins at the file's position.
     """
-    with zipfile.ZipFile(_Part(file), "w") as archive:  # pyright: ignore[reportArgumentType]
+    with zipfile.ZipFile(FilePart(file, file.tell()), "w") as archive:  # pyright: ignore[reportArgumentType]
         records = {"data.pkl": pickled(value), "byteorder": b"little", "version": b"3\n"}
         for name, content in records.items():
             archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
@@ -151,30 +150,3 @@ def save(file: BinaryIO, value: Any, arrays: Mapping[str, np.ndarray] = {}) -> N
             with archive.open(info, "w", force_zip64=numbers.size >= 2**31) as record:
                 for start in range(0, numbers.size, BLOCK_BYTES):
                     record.write(memoryview(numbers[start : start + BLOCK_BYTES]))
-
-
-class _Part(io.RawIOBase):
-    """The end of an open file, from its position on, as a file of its own."""
-
-    def __init__(self, file: BinaryIO):
-        super().__init__()
-        self._file, self._start = file, file.tell()
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._file.tell() - self._start
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        assert whence == io.SEEK_SET
-        return self._file.seek(self._start + offset) - self._start
-
-    def write(self, data: Any) -> int:
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
