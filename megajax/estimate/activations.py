@@ -120,10 +120,6 @@ class Activations:
         works = self.parts[block].values()
         return max((MIXED_ARRAYS * work.mixed + STATES * work.state / CHUNK for work in works), default=0)
 
-    def at_weight_gradients(self, block: str, weight_gradient: int) -> int:
-        """Bytes of temporary arrays when an MLP's weight gradients are computed: their operands and one of them."""
-        return self.operands(block) + weight_gradient
-
     def operands(self, block: str) -> int:
         """Bytes of the operands of the MLP's weight gradients: inputs and output gradients of its matmuls.
 

@@ -215,8 +215,7 @@ class _Step:
             peak,
             weights=self.cast(slots[-1] + 1),
             activations=self.saved(slots[-1] + 1),
-            working=self.activations.at_weight_gradients(block, largest)
-            + FP32 * self.weights.reduced_in_backward(above),
+            working=self.activations.operands(block) + largest + FP32 * self.weights.reduced_in_backward(above),
         )
         return max(start, end, key=lambda each: each.total)
 

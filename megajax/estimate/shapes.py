@@ -106,10 +106,10 @@ class ShapeComm(MeshComm):
         self.set_tensor_parallel(replace(self.tensor_parallel, ring=ShapeRing(shards.tensor, copied=False)))
 
     def attend(self, q, k, v, positions: TokenPositions, settings: AttentionSettings):
-        return _attention(q, k, v), None
+        return _attention(False, q, k, v), None
 
     def attend_to(self, q, k, v, ranges, scale):
-        return _cross_attention(q, k, v)
+        return _attention(True, q, k, v)
 
     def attend_latent(self, q, keys, positions: TokenPositions, settings: AttentionSettings):
         return Comm.attend_latent(self, q, keys, positions, settings)
@@ -157,36 +157,22 @@ def _not_run(*_: Any) -> Any:
     raise AssertionError("the planner traces forward passes alone")
 
 
-@jax.custom_vjp
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return _attention_forward(q, k, v)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(crosses: bool, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Attention of tokens to tokens, or if it `crosses` to all of an encoder's sequence."""
+    return _attention_forward(crosses, q, k, v)[0]
 
 
-def _attention_forward(q: jax.Array, k: jax.Array, v: jax.Array):
+def _attention_forward(crosses: bool, q: jax.Array, k: jax.Array, v: jax.Array):
     """It keeps its inputs, its output, and the log-sum-exp of the scores in FP32."""
-    (B, S, N, H), W = q.shape, v.shape[-1]
+    (B, S, N, H), (T, W) = q.shape, (k.shape[1], v.shape[-1])
+    work = {"fixed": T * N * (H + W)} if crosses else {"per_key": N * (H + W)}
     results = ((B, S, N, W), q.dtype), ((B, N, S), FP32)
-    out, lse = (checkpoint_name(a, ATTENTION) for a in kernel.bind(q, k, v, results=results, per_key=N * (H + W)))
+    out, lse = (checkpoint_name(a, ATTENTION) for a in kernel.bind(q, k, v, results=results, **work))
     return out, (q, k, v, out, lse)
 
 
 _attention.defvjp(_attention_forward, _not_run)
-
-
-@jax.custom_vjp
-def _cross_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return _cross_attention_forward(q, k, v)[0]
-
-
-def _cross_attention_forward(q: jax.Array, k: jax.Array, v: jax.Array):
-    """It keeps what `_attention` keeps."""
-    (B, S, N, H), (T, W) = q.shape, (k.shape[1], v.shape[-1])
-    results = ((B, S, N, W), q.dtype), ((B, N, S), FP32)
-    out, lse = (checkpoint_name(a, ATTENTION) for a in kernel.bind(q, k, v, results=results, fixed=T * N * (H + W)))
-    return out, (q, k, v, out, lse)
-
-
-_cross_attention.defvjp(_cross_attention_forward, _not_run)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

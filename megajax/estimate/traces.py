@@ -202,10 +202,9 @@ class BlockTrace:
             for inside in jaxprs_inside(equation):
                 arguments = operands[len(operands) - len(inside.invars) :]
                 part = self._add(inside, arguments, times * equation.params.get("length", 1), work, part)
-            if equation.primitive is kernel and origin is TOKENS and (per_key := equation.params.get("per_key")):
+            per_key, fixed = (equation.params.get(name, 0) for name in ("per_key", "fixed"))
+            if equation.primitive is kernel and origin is TOKENS and (per_key or fixed):
                 work[part].per_key += times * per_key
-                work[part].attended += times * self._numbers(equation.outvars[0])
-            if equation.primitive is kernel and origin is TOKENS and (fixed := equation.params.get("fixed")):
                 work[part].mixing += times * fixed
                 work[part].attended += times * self._numbers(equation.outvars[0])
             if equation.primitive is kernel and (state := equation.params.get("state")):
