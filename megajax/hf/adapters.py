@@ -19,7 +19,7 @@ from megajax.hf.beside import origin
 from megajax.hf.classifiers import ARCHITECTURES, SCORE
 from megajax.hf.convert import describe_section, family_for, read_model
 from megajax.hf.folder import new_folder, save_tensors
-from megajax.hf.tensors import Tensor, tensor_names, whole_shape
+from megajax.hf.tensors import Tensor, tensors_by_name, whole_shape
 from megajax.model import Transformer, parameters
 from megajax.model.lora import A, B, low_rank
 from megajax.sharding import OBJECTIVE
@@ -82,7 +82,7 @@ def export_adapters(run_dir: Path, step: int, config: Config, folder: Path) -> N
         )
     _warn_of_another_base(config, run_dir)
     family, declared = family_for(model, origin(run_dir)), parameters(Transformer(model))
-    tensors, stored = family.tensors(model), dict[str, np.ndarray]()
+    stored = dict[str, np.ndarray]()
     own = {name for name in weights if name.startswith(OBJECTIVE)}
     is_classifier = own == {SCORE.ours} and family.model_type in ARCHITECTURES
     if is_classifier:
@@ -93,11 +93,8 @@ def export_adapters(run_dir: Path, step: int, config: Config, folder: Path) -> N
         warnings.warn(f"{problem}, which are not written: take them from megajax.load_weights.", stacklevel=2)
     ranks: dict[str, int] = {}
     transposed = False
-    parts: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
-    for tensor in tensors:
-        for at, name in tensor_names(tensor, model).items():
-            parts.setdefault((name, at), []).append(tensor)
-    for (name, at), group in parts.items():
+    for name, parts in tensors_by_name(family.tensors(model), model).items():
+        group, at = [tensor for tensor, _ in parts], parts[0][1]  # parts of one tensor have the same indices
         adapted = [tensor for tensor in group if tensor.ours + A in weights]
         if not adapted:
             continue

@@ -33,7 +33,7 @@ from megajax.hf.qwen3_next import Qwen3Next
 from megajax.hf.qwen_vl import Qwen2Vl, Qwen3Vl, Qwen25Vl
 from megajax.hf.reader import Reader, check_tensors, on_devices, unpadded, unread_head
 from megajax.hf.t5 import T5
-from megajax.hf.tensors import Family, Tensor, assembled, tensor_names
+from megajax.hf.tensors import Family, Tensor, assembled, tensor_names, tensors_by_name
 from megajax.hf.values import check_section, check_tower, check_values, complete
 from megajax.hf.vision_language import Gemma3, Llava, VisionLanguage
 from megajax.layout.kinds import EXTRA, extra_layers, without_extra
@@ -323,15 +323,6 @@ def stream(
             "reads logits (objective.kind)."
         )
     return their_tensors(weights, tensors, model, number, states, in_fp32)
-
-
-def tensors_by_name(entries: Sequence[Tensor], model: ModelConfig) -> dict[str, list[tuple[Tensor, tuple[int, ...]]]]:
-    """By the name of a tensor its parts, each with its stacked indices in the parameter."""
-    parts: dict[str, list[tuple[Tensor, tuple[int, ...]]]] = {}
-    for tensor in entries:
-        for at, name in tensor_names(tensor, model).items():
-            parts.setdefault(name, []).append((tensor, at))
-    return parts
 
 
 def their_tensors(

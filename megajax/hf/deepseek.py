@@ -8,8 +8,9 @@ and the rotary key.
 from dataclasses import replace
 
 from megajax.config import ModelConfig
-from megajax.hf.llama import HEADS, LINEAR, NAMES, Llama
-from megajax.hf.tensors import Json, Selected, Tensor
+from megajax.hf.defaults import Json
+from megajax.hf.llama import HEADS, INTO, LINEAR, NAMES, Llama
+from megajax.hf.tensors import Selected, Tensor
 from megajax.layout.kinds import extra_layers, extra_of, layer_kinds
 
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -85,7 +86,7 @@ class DeepseekV2(Llama):
         key = Selected("head", tuple(range(nope)), nope + value)
         values = Selected("head", tuple(range(nope, nope + value)), nope + value)
         out = [
-            Tensor(f"{ours}output", f"{theirs}o_proj.weight", "embed (heads head) -> heads head embed"),
+            Tensor(f"{ours}output", f"{theirs}o_proj.weight", INTO),
             Tensor(f"{ours}key_value_down", theirs + down, LINEAR, 0),
             Tensor(f"{ours}rotary_key", theirs + down, LINEAR, 0, latent, selected=Selected("out", pairs, rotary)),
             Tensor(f"{ours}key_value_norm", f"{theirs}kv_a_layernorm.weight"),

@@ -1,10 +1,10 @@
 """Relatives of Llama with other norms, positions or tensors: Gemma 2 and 3, Phi-3, OLMo 2, Nemotron, SmolLM3."""
 
 from megajax.config import ModelConfig
-from megajax.hf.defaults import DEFAULTS
-from megajax.hf.llama import HEADS, LINEAR, NAMES, Llama, Mistral, Qwen2, layer_types, windows
+from megajax.hf.defaults import DEFAULTS, Json
+from megajax.hf.llama import HEADS, INTO, LINEAR, NAMES, Llama, Mistral, Qwen2, layer_types, windows
 from megajax.hf.rope_scaling import read_rope
-from megajax.hf.tensors import Json, Tensor, side_by_side
+from megajax.hf.tensors import Tensor, side_by_side
 from megajax.layout.kinds import layer_kinds
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
@@ -99,7 +99,7 @@ class Phi3(Mistral):
         theirs, heads = "model.layers.{layer}.self_attn.", {"query": model.num_heads}
         heads |= {"key": model.num_kv_heads, "value": model.num_kv_heads}
         parts = {f"{ours}{name}": (HEADS, count * model.head_dim) for name, count in heads.items()}
-        output = Tensor(f"{ours}output", f"{theirs}o_proj.weight", "embed (heads head) -> heads head embed")
+        output = Tensor(f"{ours}output", f"{theirs}o_proj.weight", INTO)
         return [*side_by_side(f"{theirs}qkv_proj.weight", 0, parts), output]
 
     def mlp(self, model: ModelConfig, ours: str) -> list[Tensor]:

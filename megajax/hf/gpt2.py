@@ -1,8 +1,9 @@
 """GPT-2: config.json and tensors. Its linear layers are `[in, out]`, with queries, keys and values in one tensor."""
 
 from megajax.config import ModelConfig
-from megajax.hf.defaults import DEFAULTS
-from megajax.hf.tensors import Family, Json, Tensor, side_by_side
+from megajax.hf.defaults import DEFAULTS, Json
+from megajax.hf.llama import BIAS
+from megajax.hf.tensors import Family, Tensor, side_by_side
 
 NAMES = {
     "n_layer": "num_layers",
@@ -57,7 +58,7 @@ class Gpt2(Family):
         attention, mlp, theirs = "blocks.dense.attention.", "blocks.dense.mlp.", "transformer.h.{layer}."
         three = ("query", "key", "value")
         matrices = {f"{attention}{name}": ("embed (heads head) -> embed heads head", width) for name in three}
-        biases = {f"{attention}{name}_bias": ("(heads head) -> heads head", width) for name in three}
+        biases = {f"{attention}{name}_bias": (BIAS, width) for name in three}
         return [
             Tensor("embedding.tokens", "transformer.wte.weight"),
             Tensor("embedding.positions", "transformer.wpe.weight"),

@@ -1,8 +1,9 @@
 """GPT-OSS: config.json and tensors. All experts of a layer are in one tensor, with gate and up columns in turns."""
 
 from megajax.config import ModelConfig
+from megajax.hf.defaults import Json
 from megajax.hf.llama import LINEAR, Llama, layer_types
-from megajax.hf.tensors import Json, Tensor, in_turns
+from megajax.hf.tensors import Tensor, in_turns
 from megajax.ops.mlp_kernel import CLAMP_LIMIT, CLAMP_SLOPE
 
 # Of a config.json that says nothing of it, as in transformers.

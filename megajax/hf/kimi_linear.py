@@ -6,8 +6,9 @@ transformers writes keys of its own for them. Both are read, and both are writte
 
 from megajax.config import ModelConfig
 from megajax.hf.deepseek import MATRICES, DeepseekV3
-from megajax.hf.llama import HEADS, LINEAR, WithoutPositions, check_fixed
-from megajax.hf.tensors import Json, Tensor
+from megajax.hf.defaults import Json
+from megajax.hf.llama import BIAS, HEADS, INTO, LINEAR, WithoutPositions, check_fixed
+from megajax.hf.tensors import Tensor
 from megajax.layout.kinds import ATTENTION, BUILT_IN_BLOCKS, KDA, KIND_OF, MLP, MOE, layer_kinds
 from megajax.schema.fields import shortest_pattern
 
@@ -103,9 +104,9 @@ class KimiLinear(WithoutPositions, DeepseekV3):
         out = [
             Tensor(f"{ours}strength", f"{theirs}b_proj.weight", LINEAR),
             Tensor(f"{ours}decay_rate", f"{theirs}A_log", "() () heads () -> heads"),
-            Tensor(f"{ours}decay_bias", f"{theirs}dt_bias", "(heads head) -> heads head"),
+            Tensor(f"{ours}decay_bias", f"{theirs}dt_bias", BIAS),
             Tensor(f"{ours}output_norm", f"{theirs}o_norm.weight"),
-            Tensor(f"{ours}output", f"{theirs}o_proj.weight", "embed (heads head) -> heads head embed"),
+            Tensor(f"{ours}output", f"{theirs}o_proj.weight", INTO),
         ]
         for name in ("query", "key", "value"):
             out.append(Tensor(f"{ours}{name}", f"{theirs}{name[0]}_proj.weight", HEADS))

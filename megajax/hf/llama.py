@@ -6,12 +6,13 @@ They differ in options, in the names of config.json and in the names of the expe
 from dataclasses import replace
 
 from megajax.config import ModelConfig
-from megajax.hf.defaults import DEFAULTS
+from megajax.hf.defaults import DEFAULTS, Json
 from megajax.hf.rope_scaling import read_rope, write_rope
-from megajax.hf.tensors import Family, Json, Tensor
+from megajax.hf.tensors import Family, Tensor
 from megajax.layout.kinds import BUILT_IN_BLOCKS, block_layers, is_gated, layer_kinds
 
 LINEAR, HEADS = "out in -> in out", "(heads head) embed -> embed heads head"
+INTO, BIAS = "embed (heads head) -> heads head embed", "(heads head) -> heads head"
 EXPERTS = "expert out in -> expert in out"
 
 # config.json and the section `model`, where they differ in names only
@@ -105,11 +106,11 @@ class Llama(Family):
 
     def attention(self, model: ModelConfig, ours: str) -> list[Tensor]:
         theirs = "model.layers.{layer}.self_attn."
-        out = [Tensor(f"{ours}output", f"{theirs}o_proj.weight", "embed (heads head) -> heads head embed")]
+        out = [Tensor(f"{ours}output", f"{theirs}o_proj.weight", INTO)]
         for name, short in (("query", "q"), ("key", "k"), ("value", "v")):
             out.append(Tensor(f"{ours}{name}", f"{theirs}{short}_proj.weight", HEADS))
             if model.attention_bias:
-                out.append(Tensor(f"{ours}{name}_bias", f"{theirs}{short}_proj.bias", "(heads head) -> heads head"))
+                out.append(Tensor(f"{ours}{name}_bias", f"{theirs}{short}_proj.bias", BIAS))
         if model.attention_bias is True:
             out.append(Tensor(f"{ours}output_bias", f"{theirs}o_proj.bias"))
         if model.qk_norm:

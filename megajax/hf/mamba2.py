@@ -3,8 +3,9 @@
 import math
 
 from megajax.config import ModelConfig
-from megajax.hf.llama import HEADS, check_fixed
-from megajax.hf.tensors import Json, Tensor, side_by_side
+from megajax.hf.defaults import Json
+from megajax.hf.llama import BIAS, HEADS, INTO, check_fixed
+from megajax.hf.tensors import Tensor, side_by_side
 from megajax.layout.kinds import MAMBA2, has_sublayer
 
 CONVOLUTION = "(heads head) () whole -> whole heads head"
@@ -83,7 +84,7 @@ def mamba2_tensors(model: ModelConfig, ours: str, theirs: str) -> list[Tensor]:
     projected = {"gate": inner} | parts | {"step": c.num_heads}
     projections = {f"{ours}{name}": (HEADS, n) for name, n in projected.items()}
     windows = {f"{ours}{name}_convolution": (CONVOLUTION, n) for name, n in parts.items()}
-    biases = {f"{ours}{name}_bias": ("(heads head) -> heads head", n) for name, n in parts.items()}
+    biases = {f"{ours}{name}_bias": (BIAS, n) for name, n in parts.items()}
     out = [
         *side_by_side(f"{theirs}in_proj.weight", 0, projections),
         *side_by_side(f"{theirs}conv1d.weight", 0, windows),
@@ -91,8 +92,8 @@ def mamba2_tensors(model: ModelConfig, ours: str, theirs: str) -> list[Tensor]:
         Tensor(f"{ours}decay_rate", f"{theirs}A_log"),
         Tensor(f"{ours}step_bias", f"{theirs}dt_bias"),
         Tensor(f"{ours}skip", f"{theirs}D"),
-        Tensor(f"{ours}output", f"{theirs}out_proj.weight", "embed (heads head) -> heads head embed"),
+        Tensor(f"{ours}output", f"{theirs}out_proj.weight", INTO),
     ]
     if c.output_norm != "none":
-        out.append(Tensor(f"{ours}output_norm", f"{theirs}norm.weight", "(heads head) -> heads head"))
+        out.append(Tensor(f"{ours}output_norm", f"{theirs}norm.weight", BIAS))
     return out

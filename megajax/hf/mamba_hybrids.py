@@ -4,6 +4,7 @@ The multipliers of Granite and Falcon-H1 are in the weights here (`model.multipl
 """
 
 from megajax.config import ModelConfig
+from megajax.hf.defaults import Json
 from megajax.hf.llama import EXPERTS, LINEAR, NAMES, Llama, check_fixed
 from megajax.hf.mamba2 import (
     check_product,
@@ -17,7 +18,7 @@ from megajax.hf.mamba2 import (
     write_mamba2,
 )
 from megajax.hf.nemotron_h import NemotronH
-from megajax.hf.tensors import Json, Tensor, side_by_side, with_factors
+from megajax.hf.tensors import Tensor, side_by_side, with_factors
 from megajax.layout.kinds import MAMBA2, block_layers, layer_kinds
 from megajax.schema.fields import shortest_pattern
 from megajax.schema.layer_sections import MultipliersConfig

@@ -1,10 +1,10 @@
 """ModernBERT (arXiv:2412.13663) with its head of masked language modelling: config.json and tensors."""
 
 from megajax.config import ModelConfig
-from megajax.hf.defaults import DEFAULTS
+from megajax.hf.defaults import DEFAULTS, Json
 from megajax.hf.families import GLOBAL, LOCAL
-from megajax.hf.llama import HEADS, LINEAR, check_fixed, layer_types, norm, windows
-from megajax.hf.tensors import Family, Json, Tensor, side_by_side
+from megajax.hf.llama import BIAS, HEADS, INTO, LINEAR, check_fixed, layer_types, norm, windows
+from megajax.hf.tensors import Family, Tensor, side_by_side
 from megajax.layout.kinds import FIRST, block_layers
 
 NAMES = {
@@ -96,9 +96,9 @@ class ModernBert(Family):
     def _attention(self, model: ModelConfig, ours: str, theirs: str) -> list[Tensor]:
         width = model.num_heads * model.head_dim
         out = side_by_side(f"{theirs}Wqkv.weight", 0, {f"{ours}{name}": (HEADS, width) for name in THREE})
-        out.append(Tensor(f"{ours}output", f"{theirs}Wo.weight", "embed (heads head) -> heads head embed"))
+        out.append(Tensor(f"{ours}output", f"{theirs}Wo.weight", INTO))
         if model.attention_bias:
-            biases = {f"{ours}{name}_bias": ("(heads head) -> heads head", width) for name in THREE}
+            biases = {f"{ours}{name}_bias": (BIAS, width) for name in THREE}
             out += [*side_by_side(f"{theirs}Wqkv.bias", 0, biases), Tensor(f"{ours}output_bias", f"{theirs}Wo.bias")]
         return out
 

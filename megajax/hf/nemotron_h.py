@@ -4,9 +4,10 @@ from dataclasses import replace
 
 from megajax.config import ModelConfig
 from megajax.hf.deepseek import read_groups
+from megajax.hf.defaults import Json
 from megajax.hf.llama import LINEAR, NAMES, Llama, WithoutPositions, check_fixed
 from megajax.hf.mamba2 import mamba2_tensors
-from megajax.hf.tensors import Json, Tensor
+from megajax.hf.tensors import Tensor
 from megajax.layout.kinds import ATTENTION, BUILT_IN_BLOCKS, MAMBA2, MLP, block_layers, layer_kinds
 from megajax.schema.fields import shortest_pattern
 

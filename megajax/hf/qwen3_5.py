@@ -4,9 +4,10 @@ Published folders also have a vision tower, and may have all experts of a layer 
 """
 
 from megajax.config import ModelConfig
+from megajax.hf.defaults import Json
 from megajax.hf.llama import HEADS, Llama
 from megajax.hf.qwen3_next import QKV, Qwen3Next, head_widths
-from megajax.hf.tensors import Json, Tensor, side_by_side
+from megajax.hf.tensors import Tensor, side_by_side
 
 
 class Qwen35MoeText(Qwen3Next):

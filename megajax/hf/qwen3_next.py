@@ -7,8 +7,9 @@ its gate are beside each other in the queries' tensor.
 from dataclasses import replace
 
 from megajax.config import ModelConfig
-from megajax.hf.llama import HEADS, LINEAR, Qwen3Moe
-from megajax.hf.tensors import Json, Selected, Tensor, side_by_side
+from megajax.hf.defaults import Json
+from megajax.hf.llama import HEADS, INTO, LINEAR, Qwen3Moe
+from megajax.hf.tensors import Selected, Tensor, side_by_side
 from megajax.layout.kinds import BUILT_IN_BLOCKS, GATED_DELTANET, KIND_OF, MOE, extra_layers, extra_of, layer_kinds
 from megajax.schema.fields import shortest_pattern
 
@@ -142,7 +143,7 @@ class Qwen3Next(Qwen3Moe):
             Tensor(f"{ours}decay_rate", f"{theirs}A_log"),
             Tensor(f"{ours}decay_bias", f"{theirs}dt_bias"),
             Tensor(f"{ours}output_norm", f"{theirs}norm.weight"),
-            Tensor(f"{ours}output", f"{theirs}out_proj.weight", "embed (heads head) -> heads head embed"),
+            Tensor(f"{ours}output", f"{theirs}out_proj.weight", INTO),
         ]
 
     def projections(self, model: ModelConfig, ours: str, theirs: str) -> list[Tensor]:

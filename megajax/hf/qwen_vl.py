@@ -1,9 +1,9 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: config.json, tensors."""
 
 from megajax.config import ModelConfig
-from megajax.hf.defaults import DEFAULTS
+from megajax.hf.defaults import DEFAULTS, Json
 from megajax.hf.llama import HEADS, Qwen2, check_fixed
-from megajax.hf.tensors import Json, Tensor, side_by_side
+from megajax.hf.tensors import Tensor, side_by_side
 from megajax.hf.vision_language import BIAS, INTO, LAYER, OURS, THREE, VisionLanguage, both, linear, mlp_projector
 from megajax.schema.vision import VisionConfig
 

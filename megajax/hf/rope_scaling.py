@@ -3,9 +3,9 @@
 from typing import Any
 
 from megajax.config import ModelConfig
+from megajax.hf.defaults import Json
 from megajax.schema.layer_sections import RopeScaling
 
-Json = dict[str, Any]
 # Keys of config.json and of `model.rope_scaling`; a kind has those that it reads.
 SCALING = {
     "factor": "factor",

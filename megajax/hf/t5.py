@@ -1,9 +1,9 @@
 """T5, T5 1.1, FLAN-T5 and UL2: config.json and tensors. The first block of a stack has the bias of all."""
 
 from megajax.config import ModelConfig
-from megajax.hf.defaults import DEFAULTS
-from megajax.hf.llama import HEADS, LINEAR
-from megajax.hf.tensors import Family, Json, Tensor
+from megajax.hf.defaults import DEFAULTS, Json
+from megajax.hf.llama import HEADS, INTO, LINEAR
+from megajax.hf.tensors import Family, Tensor
 from megajax.layout.kinds import DECODER, DENSE, is_gated
 from megajax.schema.model import LAYERS
 
@@ -22,7 +22,6 @@ NAMES = {
 # names of transformers, the first of which is written
 ACTIVATIONS = {"gated-gelu": "geglu", "gated-gelu_new": "geglu", "gated-silu": "swiglu", "relu": "relu"}
 LENGTH = 512  # of the sequences in the training of all of them, where config.json has no n_positions
-INTO = "embed (heads head) -> heads head embed"
 PROJECTIONS = {"query": ("q", HEADS), "key": ("k", HEADS), "value": ("v", HEADS), "output": ("o", INTO)}
 GATED, PLAIN = {"gate": "wi_0", "up": "wi_1", "down": "wo"}, {"up": "wi", "down": "wo"}
 

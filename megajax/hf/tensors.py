@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megajax.config import ModelConfig
+from megajax.hf.defaults import Json
 from megajax.hf.folder import text_names
+from megajax.hf.quantised import Slices
 from megajax.layout.kinds import stacked_layers
 from megajax.sharding import ENCODER, VISION
-
-Json = dict[str, Any]
-Slices = tuple[slice, ...]
 
 
 class Selected(NamedTuple):
@@ -211,6 +210,15 @@ def tensor_names(tensor: Tensor, model: ModelConfig) -> dict[tuple[int, ...], st
         for row, layer in enumerate(layers)
         for expert in range(model.num_experts or 0)
     }
+
+
+def tensors_by_name(entries: Sequence[Tensor], model: ModelConfig) -> dict[str, list[tuple[Tensor, tuple[int, ...]]]]:
+    """By the name of a tensor its parts, each with its stacked indices in the parameter."""
+    parts: dict[str, list[tuple[Tensor, tuple[int, ...]]]] = {}
+    for tensor in entries:
+        for at, name in tensor_names(tensor, model).items():
+            parts.setdefault(name, []).append((tensor, at))
+    return parts
 
 
 def whole_shape(parts: Iterable[tuple[Tensor, Sequence[int]]]) -> tuple[int, ...]:

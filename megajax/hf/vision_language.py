@@ -9,17 +9,16 @@ from pathlib import Path
 
 from megajax.config import ModelConfig
 from megajax.errors import InputError
-from megajax.hf.defaults import DEFAULTS
+from megajax.hf.defaults import DEFAULTS, Json
 from megajax.hf.families import Gemma3Text
-from megajax.hf.llama import HEADS, LINEAR, Llama, check_fixed
-from megajax.hf.tensors import Family, Json, Tensor
+from megajax.hf.llama import BIAS, HEADS, INTO, LINEAR, Llama, check_fixed
+from megajax.hf.tensors import Family, Tensor
 from megajax.layout.kinds import DENSE
 from megajax.schema.vision import VisionConfig
 
 CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
 PATCH = "embed (channel time) row column"
 OURS = " -> channel time row column embed"
-INTO, BIAS = "embed (heads head) -> heads head embed", "(heads head) -> heads head"
 LAYER = f"vision.blocks.{DENSE}."
 THREE = ("query", "key", "value")
 ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "silu": "swiglu"}

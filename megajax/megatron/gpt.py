@@ -7,7 +7,7 @@ Megatron's matrices are [out, in]. `linear_qkv` has for each group of query head
 
 from megajax.config import ModelConfig
 from megajax.hf.reader import unpadded
-from megajax.hf.tensors import Selected, Tensor, side_by_side, tensor_names, whole_shape
+from megajax.hf.tensors import Selected, Tensor, side_by_side, tensors_by_name, whole_shape
 from megajax.layout.kinds import block_layers, extra_of, is_gated
 from megajax.model import Transformer, parameters
 from megajax.model.block import layer_state, state_by_name
@@ -41,13 +41,10 @@ def tensor_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor of `entries`, without the vocabulary's padding."""
     shapes = {name: p.shape for name, p in parameters(Transformer(model)).items()}
     shapes |= {name: array.shape for name, array in state_by_name(layer_state(model)).items()}
-    parts: dict[str, list[tuple[Tensor, tuple[int, ...]]]] = {}
-    for tensor in entries(model):
-        if tensor.ours in shapes:
-            own = unpadded(tensor.ours, shapes[tensor.ours], model)[tensor.stacked :]
-            for name in tensor_names(tensor, model).values():
-                parts.setdefault(name, []).append((tensor, own))
-    return {name: whole_shape(own) for name, own in parts.items()}
+    held = [tensor for tensor in entries(model) if tensor.ours in shapes]
+    of_part = {t: unpadded(t.ours, shapes[t.ours], model)[t.stacked :] for t in held}
+    parts = tensors_by_name(held, model).items()
+    return {name: whole_shape((tensor, of_part[tensor]) for tensor, _ in own) for name, own in parts}
 
 
 def _norm(model: ModelConfig, ours: str, theirs: str) -> list[Tensor]:

@@ -21,12 +21,12 @@ from megajax.hf.convert import (
     open_readers,
     read_folder,
     read_model,
-    tensors_by_name,
     their_tensors,
 )
 from megajax.hf.folder import HEADS, SINGLE
 from megajax.hf.quantising import StoredForm, quantised_weights
 from megajax.hf.reader import on_devices
+from megajax.hf.tensors import tensors_by_name
 from megajax.hf.vision_language import VisionLanguage
 from megajax.model import Transformer, bind, parameters
 
