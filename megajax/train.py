@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
         with warnings.catch_warnings():
             if not is_first_process():
                 warnings.simplefilter("ignore")  # about the config, which is the same in all processes
-            config = parse_command_line(argv, "megajax.train")
+            config = parse_command_line(argv)
         leftovers, ending = Leftovers(config.run.dir), Ending(config)
         with signals_end_the_process(ending, leftovers.remove):
             return _train(config, leftovers, ending)

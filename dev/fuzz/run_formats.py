@@ -273,7 +273,7 @@ def command_lines(folder: Path) -> Subject:
         arguments = path.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
         try:
             if path == train:
-                parse_command_line(arguments, "megajax.train").to_yaml()
+                parse_command_line(arguments).to_yaml()
                 return
             parser = CommandParser("megajax.generate")
             add_model_arguments(parser)

@@ -1,4 +1,4 @@
-"""The command line that all commands share: CONFIG, overrides, --print-config, --diff, --help."""
+"""The command line of `megajax train`: CONFIG, overrides, --print-config, --diff, --help."""
 
 import re
 from collections.abc import Sequence
@@ -10,16 +10,17 @@ from megajax.console import program_name
 from megajax.errors import ConfigError
 from megajax.schema.config import Config
 
+PROGRAM = "megajax.train"
 
-def parse_command_line(argv: Sequence[str], program: str) -> Config:
+
+def parse_command_line(argv: Sequence[str]) -> Config:
     """The config from the arguments `argv`; call it inside `user_errors`.
 
-    Prints and exits with status 0 for --help, --print-config and --diff; raises `UserError`. `program` is the module's
-    name, such as "megajax.train".
+    Prints and exits with status 0 for --help, --print-config and --diff; raises `UserError`.
     """
-    name = program_name(program)
+    name = program_name(PROGRAM)
     parser = CommandParser(
-        program,
+        PROGRAM,
         usage=f"{name} CONFIG.yaml [section.key=value ...] [--print-config] [--diff [OTHER.yaml]] [--help [SECTION]]",
         epilog=f"Example: {name} configs/quickstart.yaml run.steps=300 mesh.tensor=2",
         add_help=False,

@@ -35,7 +35,7 @@ class Activations:
         self.blocks = without.blocks
         self.shards = {kind: shards_of(plan, block) for kind, block in self.blocks.items()}
         self.parts = {kind: without.of(kind, LayerForm(shards)).parts for kind, shards in self.shards.items()}
-        self._values, self._deferred = cache(self.values), cache(self.deferred_of_block)
+        self._values = cache(self.values)
 
     def trace(self, block: str, fp8: bool = False, recompute: tuple[str, ...] = ()) -> BlockTrace:
         """The trace of a kind of block on a device of this plan."""
@@ -57,7 +57,11 @@ class Activations:
 
     def deferred(self, block: str) -> int:
         """Bytes of the operands of a layer's weight gradients, if a schedule defers these."""
-        return int(self.compute * self.tokens * self._deferred(block))
+        D, sublayers, in_fp8 = self.config.model.hidden_size, self.blocks[block].names, self.in_fp8
+        works = [self.parts[block][name] for name in sublayers]
+        operands = 2 * len(sublayers) * D + sum(work.width + work.products + work.rows for work in works)
+        operands *= 1 - in_fp8 + in_fp8 / self.compute
+        return int(self.compute * self.tokens * operands)
 
     @property
     def stream(self) -> int:
@@ -150,13 +154,6 @@ class Activations:
         if not self.plan.trains_layers:  # frozen experts need no rows for weight gradients
             saved -= self.last(block).rows
         return saved
-
-    def deferred_of_block(self, block: str) -> float:
-        """Numbers per token in the operands of a block's weight gradients, in units of the compute dtype."""
-        D, sublayers, in_fp8 = self.config.model.hidden_size, self.blocks[block].names, self.in_fp8
-        works = [self.parts[block][name] for name in sublayers]
-        operands = 2 * len(sublayers) * D + sum(work.width + work.products + work.rows for work in works)
-        return operands * (1 - in_fp8 + in_fp8 / self.compute)
 
     @property
     def in_fp8(self) -> float:

@@ -120,7 +120,8 @@ class _Step:
             yield self.in_late_head()
         yield self.at_end()
         if self.config.optimizer.offload:
-            yield self.in_update()
+            # All gradients, and moments from the host: of the largest parameter before and after its update
+            yield replace(self.at_end(), working=2 * self.state.largest_moved)
 
     # The peaks
 
@@ -246,7 +247,7 @@ class _Step:
         Tokens' gradients are added to zeros that XLA does not reuse, while the first layer's last gradient is reduced.
         """
         everything = self.weights.layers(range(len(self.slots)), trained=True) + self.weights.extra_layers
-        embedding = self.weights.non_block_by_name[TOKENS] if self.weights.has_gradient(TOKENS) else Elements()
+        embedding = self.weights.non_block_by_name[TOKENS] if self.plan.is_trained(TOKENS) else Elements()
         stored, table = embedding.stored, embedding.stored if self.plan.embedding_axes else embedding.whole
         non_block = self.weights.non_block_as_stored.stored - stored + table
         gradients = self.accumulated(FP32 * non_block, everything)
@@ -268,16 +269,12 @@ class _Step:
             working=FP32 * self.weights.reduced_in_backward(first),
         )
 
-    def in_update(self) -> MemoryEstimate:
-        """All gradients, and moments from the host: of the largest parameter before and after its update."""
-        return replace(self.at_end(), working=2 * self.state.largest_moved)
-
     # The live arrays at these peaks
 
     @property
     def last_gradients(self) -> int:
         """Elements of the gradients, as stored, that are made at the end of the backward pass only, not in the head."""
-        names = [TOKENS] if self.weights.has_gradient(TOKENS) and self.head_name != TOKENS else []
+        names = [TOKENS] if self.plan.is_trained(TOKENS) and self.head_name != TOKENS else []
         names += [HEAD] if self.late_head else []
         return sum(self.weights.non_block_by_name[name].stored for name in names)
 
@@ -291,7 +288,7 @@ class _Step:
     @property
     def has_head(self) -> bool:
         """Whether there is a head with a gradient, besides the embedding."""
-        return HEAD in self.plan.placements and self.weights.has_gradient(HEAD)
+        return HEAD in self.plan.placements and self.plan.is_trained(HEAD)
 
     @property
     def late_head(self) -> bool:
@@ -345,7 +342,7 @@ class _Step:
 
     def of_microbatch(self, name: str) -> int:
         """Bytes of the FP32 gradient of a table outside the blocks, in addition to a sum that is not FP32."""
-        in_place = self.plan.accumulation.itemsize == FP32 or not self.weights.has_gradient(name)
+        in_place = self.plan.accumulation.itemsize == FP32 or not self.plan.is_trained(name)
         table, rows = self.weights.non_block_by_name[name], name == TOKENS and self.plan.embedding_axes
         return 0 if in_place else FP32 * (table.stored if rows else table.whole)
 
@@ -421,13 +418,9 @@ class _Step:
         working = max(
             self.activations.working(kind, segment.policy, self.compute * n, reduced) for kind, n in sizes.items()
         )
-        return working + self.loop_copies(segment)
-
-    def loop_copies(self, segment: LayerSegment) -> int:
-        """Bytes of a layer's saved activations, which a loop copies out of its stacks."""
-        if segment.iterations == 1:
-            return 0
-        return max(self.saved_by(slot, segment) for slot in self.slots_of(segment))
+        if segment.iterations > 1:  # which copies a layer's saved activations out of its stacks
+            working += max(self.saved_by(slot, segment) for slot in self.slots_of(segment))
+        return working
 
     def is_stacked(self, segment: LayerSegment) -> bool:
         """Whether residuals are copied into arrays of several iterations or microbatches."""

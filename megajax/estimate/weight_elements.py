@@ -51,9 +51,6 @@ class StepWeights:
         self._layers = dict[tuple[str, bool, bool], Elements]()
         self.fp8_slots = {j for s in plan.segments if s.fp8 for j in range(s.start, s.start + s.count)}
 
-    def has_gradient(self, name: str) -> bool:
-        return self.plan.is_trained(name)
-
     def layers(self, slots: Sequence[int], trained: bool = False) -> Elements:
         """Elements of the weights in some slots; if `trained` only of those that have gradients."""
         equal = Counter(self._equal_slots[slot] for slot in slots)
@@ -118,7 +115,7 @@ class StepWeights:
     def names_of(self, kind: str, trained: bool) -> list[str]:
         """Names of the weights of a kind of layer; if `trained` only of those that have gradients."""
         names = (name for name in self.placements if name.startswith(f"{BLOCKS}{kind}."))
-        return [name for name in names if self.has_gradient(name) or not trained]
+        return [name for name in names if self.plan.is_trained(name) or not trained]
 
     @property
     def extra_layer(self) -> Elements:
@@ -151,7 +148,7 @@ class StepWeights:
     @property
     def non_block_as_stored(self) -> Elements:
         """Elements of the gradients outside the blocks, as stored."""
-        return sum((e for name, e in self.non_block_by_name.items() if self.has_gradient(name)), Elements())
+        return sum((e for name, e in self.non_block_by_name.items() if self.plan.is_trained(name)), Elements())
 
     @cached_property
     def non_block(self) -> Elements:
@@ -161,13 +158,13 @@ class StepWeights:
     def gathered_outside(self, trained: bool) -> Elements:
         """Elements outside the blocks without an embedding that is looked up in its shards; as in `layers`."""
         rows = self.plan.embedding_axes
-        by_name = {n: e for n, e in self.non_block_by_name.items() if self.has_gradient(n) or not trained}
+        by_name = {n: e for n, e in self.non_block_by_name.items() if self.plan.is_trained(n) or not trained}
         return sum((e for name, e in by_name.items() if not (name == TOKENS and rows)), Elements())
 
     @cached_property
     def non_block_whole(self) -> Elements:
         """Elements of the gradients outside the blocks: those of a looked-up embedding have the size of its shard."""
-        rows = self.plan.embedding_axes and self.has_gradient(TOKENS)
+        rows = self.plan.embedding_axes and self.plan.is_trained(TOKENS)
         shard = self.non_block_by_name[TOKENS].stored if rows else 0
         return self.gathered_outside(trained=True) + Elements(shard, shard, shard)
 

@@ -28,10 +28,10 @@ from megajax.hf.importing import import_folder
 from megajax.hf.plan import plan, report
 from megajax.options.quantisations import NONE, QUANTISATIONS
 from megajax.runtime import use_cpu
+from megajax.schema.checkpoint import DTYPES
 from megajax.schema.tree import Dumper
 
 MODULE = "megajax.hf.__main__"
-DTYPES = ("float32", "bfloat16", "float16")
 OTHER_HEAD = re.compile(r"\w+For(\w+Classification|QuestionAnswering|MultipleChoice)|\w+Reward\w*")  # of a family
 PER_PROCESS = 8  # devices, unless there are fewer
 

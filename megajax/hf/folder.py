@@ -263,7 +263,8 @@ def read_config(folder: str | Path, whole: Collection[str] = (), families: Colle
     left_out: list[str] = []
     if not is_whole and isinstance(text, dict) and "model_type" in text:
         left_out = [key for key in OTHER_TOWERS if config.get(key)]
-        config = _text_config(config, text, path)
+        check_tied(config, text, path)
+        config = {key: config[key] for key in WHOLE_MODEL if key in config} | text
     if (named := config.get("transformers_weights")) not in (None, SINGLE, INDEX):
         raise InputError(f"{path}: transformers_weights={named} is not {SINGLE}: rename the file, and remove the key.")
     if not isinstance(config.get("model_type"), str):
@@ -297,12 +298,6 @@ def _base_of(adapters: Path) -> str:
             return f", {path}" + ("" if Path(name).is_absolute() else f" ({shown(name)} {where})")
     where = "" if Path(name).is_absolute() else ", neither from the working directory nor from this folder"
     return f"; base_model_name_or_path={shown(name)} is no folder of a model here{where}"
-
-
-def _text_config(config: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The language model's config, with the keys of the whole model's that are about both."""
-    check_tied(config, text, path)
-    return {key: config[key] for key in WHOLE_MODEL if key in config} | dict(text)
 
 
 def check_tied(config: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> None:

@@ -19,8 +19,7 @@ from megajax.hf.folder import new_folder
 from megajax.model import Transformer, parameters
 from megajax.model.block import layer_state
 from megajax.options.registered import MASKED_TOKENS, NEXT_TOKEN
-
-DTYPES = ("float32", "bfloat16", "float16")
+from megajax.schema.checkpoint import DTYPES
 
 
 def import_folder(folder: Path, run_dir: Path) -> None:

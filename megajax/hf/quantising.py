@@ -46,7 +46,6 @@ class Quantiser:
     """A format: the tensors that it stores otherwise, and its section of config.json."""
 
     dimensions: ClassVar[int] = 2  # of the matrices: [out, in]
-    ending: ClassVar[str] = ".weight"
 
     def __init__(self, input_amax: InputAmax | None = None):
         self.input_amax = input_amax
@@ -61,7 +60,7 @@ class Quantiser:
 
     def fits(self, name: str, parts: Iterable[Tensor]) -> bool:
         """Whether the format has this tensor."""
-        return name.endswith(self.ending) and all(part.pattern and part.dimensions == self.dimensions for part in parts)
+        return name.endswith(".weight") and all(part.pattern and part.dimensions == self.dimensions for part in parts)
 
 
 class Fp8Block(Quantiser):
@@ -119,13 +118,13 @@ class CompressedTensors(Quantiser):
 class Mxfp4Experts(Quantiser):
     """GPT-OSS's experts `[E, in, out]`: E2M1 in groups of 32 along `in`, with a power of two each."""
 
-    dimensions, ending = 3, "_proj"
+    dimensions = 3
 
     def settings(self, others: list[str]) -> dict[str, Any]:
         return {"quant_method": "mxfp4", "modules_to_not_convert": others}
 
     def fits(self, name: str, parts: Iterable[Tensor]) -> bool:
-        return name.endswith(self.ending)
+        return name.endswith("_proj")
 
     def stored(self, name: str, w: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         experts, inner, out = w.shape

@@ -20,10 +20,10 @@ from megajax.model.lora import is_adapter, merge
 from megajax.options.fp8_recipes import NONE
 from megajax.options.registered import replaces_head
 from megajax.runtime import accept_missing_cuda
+from megajax.schema.checkpoint import DTYPES
 from megajax.sources import HfSource, RunSource, WeightSource, find_source, initial_weights, read_weights
 
 CHOSEN_KERNELS = "attention", "grouped_matmul", "linear_attention"  # of `kernels`
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def load_model(
@@ -75,7 +75,9 @@ def _load(source: WeightSource, mesh: Mesh | None, dtype: str | None, speculate:
     config = source.config()
     _check_modules(config.model, speculate, source.shown)
     config = for_inference(config, dtype or config.precision.compute, speculate)
-    mesh = mesh or _first_device()
+    if mesh is None:
+        accept_missing_cuda()
+        mesh = build_mesh({}, jax.devices()[:1])
     text, model = source.text(config), Transformer(config.model)
     state, base = abstract_state(model, mesh), abstract_parameters(model, mesh, config.precision.compute)
     if config.lora.rank is None:
@@ -89,11 +91,6 @@ def _load(source: WeightSource, mesh: Mesh | None, dtype: str | None, speculate:
     params, _ = read_weights(initial_weights(config, run_dir=run_dir), base, {}, config.model)
     params = merge(params, adapted, config.lora)
     return LanguageModel(config, params, layer_state, mesh, text, speculate=speculate)
-
-
-def _first_device() -> Mesh:
-    accept_missing_cuda()
-    return build_mesh({}, jax.devices()[:1])
 
 
 def _check_modules(model: ModelConfig, speculate: int, source: str) -> None:

@@ -1,6 +1,6 @@
 """The keys of the section `checkpoint`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -8,6 +8,9 @@ from megajax.options.fp8_recipes import RECIPES
 from megajax.options.quantisations import QUANTISATIONS
 from megajax.schema.fields import Count, Section, Text
 from megajax.schema.rules import Below, Excludes, MultipleOf, Needs, ReadIf
+
+TensorFormat = Literal["float32", "bfloat16", "float16"]
+DTYPES = get_args(TensorFormat)
 
 
 class ExportConfig(Section):
@@ -23,9 +26,7 @@ class ExportConfig(Section):
         description="Steps between folders, a multiple of run.checkpoint_interval; null: one for each checkpoint at a"
         " multiple of it. The last step always gets one.",
     )
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], ReadIf("dir")] = Field(
-        default="float32", description="Format of the tensors."
-    )
+    dtype: Annotated[TensorFormat, ReadIf("dir")] = Field(default="float32", description="Format of the tensors.")
     quantization: Annotated[
         str,
         QUANTISATIONS,

@@ -27,7 +27,7 @@ HELP = "python -m megajax.train --help lists the arguments."
 
 def parse(*argv: str) -> Config:
     with user_errors():
-        return parse_command_line(argv, "megajax.train")
+        return parse_command_line(argv)
     raise AssertionError("unreachable")
 
 
