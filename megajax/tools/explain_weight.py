@@ -26,7 +26,8 @@ from megajax.config import load_config
 from megajax.config.checks import check_mesh
 from megajax.console import user_errors
 from megajax.errors import InputError, counted
-from megajax.jax_internals import ClosedJaxpr, Jaxpr
+from megajax.estimate.traces import jaxprs_inside
+from megajax.jax_internals import Jaxpr
 from megajax.mesh import AXES
 from megajax.model.lora import adapters
 from megajax.ops.numerics import wide
@@ -241,10 +242,8 @@ def collectives(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[Collective, int]
                 size = math.prod(whole.shape) * whole.dtype.itemsize
                 axis_names = (axes,) if isinstance(axes, str) else tuple(axes)
                 yield Collective(COLLECTIVES[name], axis_names, whole.dtype.name, size), times
-        for value in equation.params.values():
-            for each in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(each, ClosedJaxpr | Jaxpr):
-                    yield from collectives(each.jaxpr if isinstance(each, ClosedJaxpr) else each, inner)
+        for inside in jaxprs_inside(equation):
+            yield from collectives(inside, inner)
 
 
 def _local(placement: Placement, sizes: Mapping[str, int]) -> tuple[int, ...]:

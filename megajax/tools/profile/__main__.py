@@ -52,13 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a GPU here may be that of the run
             print(described(Path(options.source), options))
             return 0
-        if options.save is not None:
-            trace_steps(options, options.save)
-            print(described(options.save, options))
-            return 0
-        with tempfile.TemporaryDirectory() as folder:
-            trace_steps(options, Path(folder))
-            print(described(Path(folder), options))
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = options.save or Path(scratch)
+            trace_steps(options, folder)
+            print(described(folder, options))
     return 0
 
 

@@ -3,11 +3,11 @@
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
-from megajax.config import Config, ModelConfig
+from megajax.config import AXES, Config, ModelConfig
 from megajax.config.checks import check
 from megajax.errors import ConfigError
 from megajax.layout.kinds import extra_layers
@@ -46,7 +46,7 @@ def shrink(
     small: dict[str, dict[str, Any]] = {
         "run": {"steps": steps, "epochs": None} | ({"eval_steps": 1} if config.run.eval_steps == "all" else {}),
         "model": _small_model(config, units, length),
-        "mesh": dict.fromkeys(("pipeline", "data", "fsdp", "expert", "context", "tensor"), 1),
+        "mesh": dict.fromkeys(AXES, 1),
         "precision": _small_precision(config, precision),
         "batch": {
             "global_size": 2 * microbatches * units.batch,
@@ -127,26 +127,28 @@ def _group(config: Config) -> int:
     return min(config.remat.group, 2)
 
 
-class _Units:
+class _Units(NamedTuple):
     """The numbers that the sizes of a config must be multiples of."""
 
-    def __init__(self, sizes: dict[str, int]):
-        self.pipeline, self.batch, self.context = sizes["pipeline"], sizes["batch"], sizes["context"]
-        self.tensor, self.heads, self.experts = sizes["tensor"], sizes["heads"], sizes["experts"]
-        self.width = sizes["width"]
+    pipeline: int
+    batch: int
+    context: int
+    tensor: int
+    heads: int
+    experts: int
+    width: int
 
     @classmethod
     def of(cls, config: Config, meshes: Sequence[Sizes]) -> "_Units":
-        each = {
-            "pipeline": [m["pipeline"] for m in meshes],
-            "batch": [config.batch_shards(m) for m in meshes],
-            "context": [m["context"] for m in meshes],
-            "tensor": [m["tensor"] for m in meshes],
-            "heads": [m["tensor"] * config.context_strategy(m).head_shards(m["context"]) for m in meshes],
-            "experts": [config.expert_shards(m) for m in meshes],
-            "width": [FP8_MULTIPLE, config.precision.fp8.chosen.multiple],
-        }
-        return cls({name: math.lcm(*numbers) for name, numbers in each.items()})
+        return cls(
+            pipeline=math.lcm(*(m["pipeline"] for m in meshes)),
+            batch=math.lcm(*(config.batch_shards(m) for m in meshes)),
+            context=math.lcm(*(m["context"] for m in meshes)),
+            tensor=math.lcm(*(m["tensor"] for m in meshes)),
+            heads=math.lcm(*(m["tensor"] * config.context_strategy(m).head_shards(m["context"]) for m in meshes)),
+            experts=math.lcm(*(config.expert_shards(m) for m in meshes)),
+            width=math.lcm(FP8_MULTIPLE, config.precision.fp8.chosen.multiple),
+        )
 
 
 def _small_model(config: Config, units: _Units, length: int) -> dict[str, Any]:
