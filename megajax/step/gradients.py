@@ -6,7 +6,6 @@ microbatches run one after the other, or through the stages of a pipeline. Their
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 from megajax.model.sublayer import is_maximum
 from megajax.parallel.collectives import sum_over_all
 from megajax.sharding import BATCH_SPEC
+from megajax.step import microbatches
 from megajax.step.graph import Graph
-from megajax.step.microbatches import evaluate, train
 from megajax.step.nodes import Arrays, StepArrays
-from megajax.step.pipeline.pipeline import Pipeline
+from megajax.step.pipeline import pipeline
 from megajax.step.stack.layers import LayerStack
 from megajax.step.stack.stack_weights import LayerState
 from megajax.step_plan import StepPlan
@@ -46,7 +45,6 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
     """(parameters, layer state, batch, step, loss scale) → `StepGradients`; batch fields are `[M, B, S]`."""
     specs = {name: placement.spec for name, placement in graph.plan.placements.items()}
     stacks, scaling = graph.stacks, graph.layers.weights.scaling
-    pipeline = Pipeline(graph) if graph.plan.is_pipelined else None
 
     def compute(params: Arrays, state: LayerState, batch: Arrays, step, loss_scale: jax.Array):
         history, weight_amax = state.get(FP8, {}), [stack.weights.weight_amax(params) for stack in stacks]
@@ -64,8 +62,8 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
         factors = {node.NAME: node.loss_factor(loss_scale, counts) for node in graph.terminal}
         arrays = StepArrays(table, weights, key, layer_loss_scale, factors)
 
-        run = pipeline.gradients if pipeline is not None else partial(train, graph)
-        table_gradients, results = run(arrays, batch)
+        run = pipeline if graph.plan.is_pipelined else microbatches
+        table_gradients, results = run.train(graph, arrays, batch)
 
         gradients = graph.table.complete_gradients(table_gradients)
         for stack in stacks:
@@ -97,7 +95,7 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
 def loss_function(graph: Graph, mesh: Mesh) -> Callable:
     """(parameters, layer state, batch) → (summed loss, valid tokens); forward pass only, without dropout and jitter."""
     specs = {name: placement.spec for name, placement in graph.plan.placements.items()}
-    stack, pipeline = graph.layers, Pipeline(graph) if graph.plan.is_pipelined else None
+    stack = graph.layers
 
     def compute(params: Arrays, state: LayerState, batch: Arrays):
         history = stack.weights.history_of_stage(state.get(FP8, {}))
@@ -108,8 +106,8 @@ def loss_function(graph: Graph, mesh: Mesh) -> Callable:
         weights |= {other.NAME: other.weights.gather_per_step(params, {}, {}) for other in others}
         arrays = StepArrays(table, weights)
         counts, (batch, _) = graph.counts(batch), graph.add_derived_fields(batch)
-        run = pipeline.evaluate if pipeline is not None else partial(evaluate, graph)
-        return sum_over_all(run(arrays, batch)["loss"], graph.sizes), counts["loss"]
+        run = pipeline if graph.plan.is_pipelined else microbatches
+        return sum_over_all(run.evaluate(graph, arrays, batch)["loss"], graph.sizes), counts["loss"]
 
     return jax.shard_map(
         _at_full_precision(compute, graph.plan),

@@ -13,7 +13,7 @@ from megajax.step.nodes import Results, Streams
 from megajax.step.pipeline.schedules import BufferSlots, Schedule, assign_buffer_slots, make_schedule
 from megajax.step.stack.remat_groups import Group, RematGroups, StreamGradients
 from megajax.step.stack.stack_weights import Amax, ByGroup, GroupMetrics, GroupWeights
-from megajax.step.stack.stores import accumulate, combine
+from megajax.step.stack.stores import BackwardSums, combine
 from megajax.step_plan import StepPlan
 
 # Largest number of programs, and of layers in all of them, for which each slot gets its own program: XLA compiles each
@@ -76,7 +76,7 @@ class ForwardBuffers:
         return (self.buffers, self.metrics), ((), ())
 
 
-class BackwardBuffers:
+class BackwardBuffers(BackwardSums):
     """Reads residuals from a slot of a bank, and adds the gradients to those of the virtual stage.
 
     If `split`, gradients of weight matrices are deferred, and their operands are stored.
@@ -92,14 +92,14 @@ class BackwardBuffers:
         state: Any,
     ):
         """`activations` are those of the segment in a bank, `slot` is the residuals' slot there."""
-        self.operation, self.segment, self.loop = operation, segment, loop
-        self.activations, self.slot = activations, slot
-        self.gradients, self.deferred, self.amax = map(list, state)
+        gradients, deferred, amax = map(list, state)
+        super().__init__(operation.groups, activations, segment, loop, gradients)
+        self.operation, self.slot, self.deferred, self.amax = operation, slot, deferred, amax
 
     def backward(self, u: int, at: Group, weights: GroupWeights, dx: StreamGradients, inputs: BlockInputs):
         """(dx, gradients of the weights; if split, without those of matrices) of group `u`."""
-        own, groups = self.operation, self.operation.groups
-        saved = read(self.activations[u], position(self.segment, self.slot, self.loop))
+        own, groups = self.operation, self.groups
+        saved = read(self.saved[u], position(self.segment, self.slot, self.loop))
         if own.split:
             assert own.deferred_slot is not None
             parts = groups.split(at, weights, saved, dx, inputs)
@@ -111,12 +111,6 @@ class BackwardBuffers:
             amax = jax.tree.map(lambda a: jnp.where(active, a, 0), amax)
         self.amax[u] = combine(lambda _, *two: jnp.maximum(*two), self.amax[u], amax, self.segment, self.loop)
         return dx, gradient
-
-    def add(self, u: int, gradient: GroupWeights) -> GroupWeights:
-        return accumulate(self.gradients[u], gradient, self.segment, self.loop)
-
-    def put(self, u: int, gradient: GroupWeights) -> None:
-        self.gradients[u] = gradient
 
     def close(self):
         return (self.gradients, self.deferred, self.amax), ((), ())

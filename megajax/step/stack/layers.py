@@ -32,7 +32,7 @@ from megajax.step.stack.stack_weights import (
     LayerState,
     StackWeights,
 )
-from megajax.step.stack.stores import BackwardStore, BackwardSums, BackwardValues, ForwardStore, ForwardValues, Stores
+from megajax.step.stack.stores import BackwardSums, BackwardValues, ForwardValues, Stores
 from megajax.step.stack.vjp import replayed
 from megajax.step_plan import StepPlan
 from megajax.weights.weight import Weight
@@ -133,7 +133,7 @@ class LayerStack:
 
             def body(carry, loop, s=s, segment=segment, groups=groups):
                 (x, state), (index,) = carry, loop
-                store: ForwardStore = stores.open(s, index, state)
+                store = stores.open(s, index, state)
                 layers = layers_of(stores.first_layer, segment, index)
                 for u, group in enumerate(groups):
                     group, at = self.weights.select_group(group, segment, index), self.groups.at(segment, u, layers)
@@ -175,7 +175,7 @@ class LayerStack:
 
             def body(carry, loop, s=s, segment=segment, groups=groups):
                 (dx, state), (index, residuals) = carry, loop
-                store: BackwardStore = stores.open(s, index, state, residuals)
+                store = stores.open(s, index, state, residuals)
                 layers = layers_of(stores.first_layer, segment, index)
                 dx_into_above, pending = dx, None  # of group u + 1: where it began, and its weights' gradients
                 for u in reversed(range(len(groups))):

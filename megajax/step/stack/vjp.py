@@ -6,6 +6,7 @@ does not depend on layers or meshes, and its functions have no side effects outs
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -18,16 +19,17 @@ INLINED = ("jit", "remat2", "closed_call")  # calls that `SplitBackward` inlines
 Environment = dict[Var, Any]
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Residuals:
     """The residuals of a `jax.vjp` function: its leaves without the arrays that the backward pass gets again.
 
     It gets the group's weights and the block's other inputs again.
     """
 
-    def __init__(self, saved: list[jax.Array], treedef: Any, sources: tuple[int, ...]):
-        # sources: for each leaf its index in [*saved, *given]
-        self.saved, self.treedef, self.sources = saved, treedef, sources
+    saved: list[jax.Array]
+    treedef: Any = field(metadata={"static": True})
+    sources: tuple[int, ...] = field(metadata={"static": True})  # for each leaf its index in [*saved, *given]
 
     @classmethod
     def of(cls, pull: Callable, given: Any) -> "Residuals":
@@ -42,13 +44,6 @@ class Residuals:
         """The vjp function, rebuilt with the arrays of `given`."""
         arrays = [*self.saved, *jax.tree.leaves(given)]
         return jax.tree.unflatten(self.treedef, [arrays[i] for i in self.sources])
-
-    def tree_flatten(self):
-        return self.saved, (self.treedef, self.sources)
-
-    @classmethod
-    def tree_unflatten(cls, static, saved):
-        return cls(list(saved), *static)
 
 
 class ResidualLayout:
