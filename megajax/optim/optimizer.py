@@ -3,7 +3,7 @@
 An optimizer is written for one device. It never sees the mesh, the form of its moments between steps, or the host.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -148,3 +148,10 @@ class Updated(NamedTuple):
     ema: Any
     optimizer: OptimizerState
     master_low_bits: Any
+
+    def each_slot(self, change: Callable[[str, Any, str], Any]) -> "Updated":
+        """`change(slot, its arrays or scalar, kind of optimizer)` of each slot, of averages and of low bits too."""
+        by_kind = self.optimizer.slots.items()
+        slots = {kind: {slot: change(slot, x, kind) for slot, x in by.items()} for kind, by in by_kind}
+        low_bits, ema = (change(slot, getattr(self, slot), "") for slot in ("master_low_bits", "ema"))
+        return Updated(self.params, ema, self.optimizer._replace(slots=slots), low_bits)

@@ -80,11 +80,6 @@ class Member:
     placements: Mapping[str, Placement]
     layouts: Mapping[str, MatrixLayout]  # of the parameters whose matrices it takes whole
 
-    @property
-    def is_chained(self) -> bool:
-        """Whether checkpoints have its slots as an item of a chain of optax."""
-        return self.optimizer.in_chain
-
     def slots_of(self, name: str) -> tuple[Slot, ...]:
         """The slots of a parameter."""
         slots = tuple(slot for slot in self.optimizer.slots() if slot.shape != "scalar")
@@ -166,7 +161,7 @@ class OptimizerSlots:
 
     def _array(self, member: Member, name: str, slot: Slot) -> SlotArray:
         above = f".inner_states['{member.kind}'].inner_state" if len(self.members) > 1 else ""
-        seed_name = f"{above}{'[0]' if member.is_chained else ''}.{slot.name}['{name}']"
+        seed_name = f"{above}{'[0]' if member.optimizer.in_chain else ''}.{slot.name}['{name}']"
         placement = member.placement(name, slot, self.sizes)
         form = Form() if slot.exact else self.form
         return SlotArray(name, slot.name, placement, form, slot.non_negative, seed_name)
@@ -235,28 +230,24 @@ class OptimizerSlots:
         """A tree like `stored` → (what is not in files, what is in files by slot and parameter)."""
         found = dict[tuple[str, str], Any]()
 
-        def rest(slot: str, of_slot: Any) -> Any:
+        def rest(slot: str, of_slot: Any, kind: str) -> Any:
             if not isinstance(of_slot, dict):
                 return of_slot
             found.update({(slot, name): x for name, x in of_slot.items() if (slot, name) in self.in_files})
             return {name: x for name, x in of_slot.items() if (slot, name) not in found}
 
-        slots = {kind: {slot: rest(slot, x) for slot, x in by.items()} for kind, by in tree.optimizer.slots.items()}
-        low_bits = rest("master_low_bits", tree.master_low_bits)
-        return Updated(tree.params, rest("ema", tree.ema), tree.optimizer._replace(slots=slots), low_bits), found
+        return tree.each_slot(rest), found
 
     def merged(self, tree: Updated, of_files: Mapping[tuple[str, str], Any]) -> Updated:
         """The inverse of `divided`, of some or all of what is in files."""
 
-        def whole(slot: str, of_slot: Any, kind: str = "") -> Any:
+        def whole(slot: str, of_slot: Any, kind: str) -> Any:
             if not isinstance(of_slot, dict):
                 return of_slot
             own = {n: x for (s, n), x in of_files.items() if s == slot and kind in ("", self.member_of(n).kind)}
             return of_slot | own
 
-        slots = {k: {slot: whole(slot, x, k) for slot, x in by.items()} for k, by in tree.optimizer.slots.items()}
-        low_bits = whole("master_low_bits", tree.master_low_bits)
-        return Updated(tree.params, whole("ema", tree.ema), tree.optimizer._replace(slots=slots), low_bits)
+        return tree.each_slot(whole)
 
     def each[T](self, change: Callable[[SlotArray, Any], T], slots: Mapping[str, Slots]) -> dict[str, dict[str, Any]]:
         """`change(slot array, arrays)` of the slots of some or all parameters; scalars unchanged."""
@@ -276,7 +267,7 @@ class OptimizerSlots:
         for member in self.members:
             held: Any = {slot: masked | x if isinstance(x, dict) else x for slot, x in state.slots[member.kind].items()}
             held = held or optax.EmptyState()
-            trees[member.kind] = {"inner_state": (held, optax.EmptyState()) if member.is_chained else held}
+            trees[member.kind] = {"inner_state": (held, optax.EmptyState()) if member.optimizer.in_chain else held}
         first = next(iter(trees.values()))["inner_state"]
         tree = {"inner_states": trees} if len(self.members) > 1 else first
         tree = tree if state.rounded is None else {"rounded": state.rounded, "inner": tree}
@@ -290,7 +281,7 @@ class OptimizerSlots:
         slots = dict[str, Any]()
         for member in self.members:
             saved = tree["inner_states"][member.kind]["inner_state"] if len(self.members) > 1 else tree
-            saved: Any = saved[0] if member.is_chained else saved
+            saved: Any = saved[0] if member.optimizer.in_chain else saved
             slots[member.kind] = {
                 slot: {name: saved[slot][name] for name in arrays} if isinstance(arrays, dict) else saved[slot]
                 for slot, arrays in self.arrays[member.kind].items()

@@ -231,12 +231,8 @@ def _chosen(by_name: Any, names: Collection[str]) -> Any:
 
 def part_of(tree: Updated, names: Collection[str]) -> Updated:
     """The arrays of some parameters, and all scalars."""
-    slots = {
-        kind: {slot: _chosen(of_slot, names) for slot, of_slot in by_slot.items()}
-        for kind, by_slot in tree.optimizer.slots.items()
-    }
-    weights, averages, low_bits = (_chosen(of_slot, names) for of_slot in (tree.params, tree.ema, tree.master_low_bits))
-    return Updated(weights, averages, OptimizerState(tree.optimizer.rounded, slots), low_bits)
+    part = tree.each_slot(lambda slot, arrays, kind: _chosen(arrays, names))
+    return part._replace(params=_chosen(tree.params, names))
 
 
 def join_parts(trees: Sequence[Any]) -> Any:
