@@ -1,11 +1,9 @@
 """What sublayers with the gated delta rule share (gated DeltaNet and Kimi delta attention)."""
 
-from functools import partial
 from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
 from megajax.config import ModelConfig
@@ -13,13 +11,12 @@ from megajax.model.comm import Comm
 from megajax.model.parameters import declare
 from megajax.model.recurrent import (
     Kept,
+    Recurrent,
     initial_convolution,
     initial_decay_rate,
-    project_with_rates,
     recurrent_tokens,
 )
-from megajax.model.sublayer import LayerContext, Metrics, Sublayer, Weights, declare_norm, residual_scale
-from megajax.options.remat import ATTENTION
+from megajax.model.sublayer import LayerContext, Weights, declare_norm, residual_scale
 
 EPSILON = 1e-6  # of the norms of queries and keys
 
@@ -39,17 +36,13 @@ class DeltaHeads(NamedTuple):
         return self.values // self.keys * self.value_width
 
 
-class DeltaRule(Sublayer):
+class DeltaRule(Recurrent):
     """The gated delta rule of convolved queries, keys and values, with the norm before it: `[T, D]` → `[T, D]`.
 
     The weights' heads are those of the keys: each has a group of value heads, which `tensor` does not divide. A
-    subclass declares the weights of the `rates`, of which a device computes those of its own tokens before these are
-    sent: they are small.
+    subclass declares the weights of the `rates` and of the gates.
     """
 
-    IN_ORDER = True
-    LINEAR = ("projections", "output")
-    SAVED = ("projections", "rates", ATTENTION, "output")
     CONVOLUTION: ClassVar = ("query_convolution", "key_convolution", "value_convolution")
 
     def __init__(self, config: ModelConfig):
@@ -78,24 +71,9 @@ class DeltaRule(Sublayer):
         """The decays' rates `[B, S, ...]` → `[B, S, N]`, or `[B, S, N, d]` by channel, in FP32."""
         raise NotImplementedError
 
-    def gated(self, comm: Comm, w: Weights, out: jax.Array, projected: jax.Array, rates: jax.Array) -> jax.Array:
-        """The norm of each head of `out [T, N·w]`, times its gates."""
-        raise NotImplementedError
-
-    def apply(self, w: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Metrics]:
-        """Projections → convolution → delta rule → norm and gate → output."""
-        comm = ctx.comm
-        with jax.named_scope(self.NAME):
-            projected, rates = project_with_rates(self.config, w, x, ctx, "rates")
-            # The delta rule keeps its inputs only: within chunks it has many times as many numbers.
-            out, kept = jax.checkpoint(partial(self.mix, ctx))(w, projected, rates, comm.earlier())
-            comm.keep(kept)
-            out = checkpoint_name(out, ATTENTION)
-            y = comm.row_linear(self.gated(comm, w, out, projected, rates), w["output"])
-            return checkpoint_name(y, "output"), {}
-
-    def mix(self, ctx: LayerContext, w: Weights, projected: jax.Array, rates: jax.Array, earlier: Kept | None):
-        """Projections `[T, F]` and rates → (the delta rule's output `[T, N·w]`, what generation keeps)."""
+    def mix(
+        self, ctx: LayerContext, w: Weights, projected: jax.Array, rates: jax.Array, earlier: Kept | None
+    ) -> tuple[jax.Array, Kept]:
         heads, comm, (B, S) = self.heads(self.config), ctx.comm, ctx.inputs.positions.shape
         tokens, devices, wide = recurrent_tokens(ctx, earlier), comm.size("tensor"), jnp.float32
         widths = [heads.keys * width // devices for width in (heads.key_width, heads.key_width, heads.group_width)]

@@ -4,16 +4,16 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax import ops
-from megajax.config import ModelConfig
 from megajax.model.comm import Comm
-from megajax.model.sublayer import LayerContext, Weights, normalise
+from megajax.model.sublayer import LayerContext, Metrics, Sublayer, Weights, normalise
+from megajax.options.remat import ATTENTION
 
 DECAYS, STEPS = (1.0, 16.0), (1e-3, 0.1)  # the ranges of the initial A and softplus of its bias, as in Mamba-2
 Kept = dict[str, Any]  # arrays [B, ...] by name, or several of them
@@ -194,18 +194,47 @@ def rows(x: jax.Array, first: jax.Array, count: int) -> jax.Array:
     return jnp.where(inside, jnp.take_along_axis(x, jnp.clip(index, 0, x.shape[1] - 1), axis=1), 0)
 
 
-def project_with_rates(
-    config: ModelConfig, w: Weights, x: jax.Array, ctx: LayerContext, rates: str
-) -> tuple[jax.Array, jax.Array]:
-    """`[T / tensor, D]` → (the projections `[T, F]`, all heads' rates `[T, numbers]` by the weight of this name)."""
+class Recurrent(Sublayer):
+    """Projections, a convolution and a recurrence over tokens, then a gate and a norm: `[T, D]` → `[T, D]`."""
 
-    def compute(x, norm, norm_bias, projections, small):
-        h = normalise(config, x, norm, norm_bias)
-        return ctx.comm.column_linear(h, projections), h @ small.reshape(len(small), -1)
+    IN_ORDER = True
+    LINEAR = ("projections", "output")
+    SAVED = ("projections", "rates", ATTENTION, "output")
+    # The weight of all heads' rates. They are small, and computed for a device's own tokens before these are sent.
+    RATES: ClassVar[str] = "rates"
 
-    compute = jax.checkpoint(compute, prevent_cse=False) if "norms" in ctx.recompute else compute
-    projected, numbers = compute(x, w.get("norm"), w.get("norm_bias"), w["projections"], w[rates])
-    return checkpoint_name(projected, "projections"), checkpoint_name(ctx.comm.all_gather_tokens(numbers), "rates")
+    def apply(self, w: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, Metrics]:
+        """Projections → convolution → recurrence → gate and norm → output."""
+        comm = ctx.comm
+        with jax.named_scope(self.NAME):
+            projected, rates = self.project(w, x, ctx)
+            # The recurrence keeps its inputs only: within chunks it has many times as many numbers.
+            out, kept = jax.checkpoint(partial(self.mix, ctx))(w, projected, rates, comm.earlier())
+            comm.keep(kept)
+            out = checkpoint_name(out, ATTENTION)
+            y = comm.row_linear(self.gated(comm, w, out, projected, rates), w["output"])
+            return checkpoint_name(y, "output"), {}
+
+    def project(self, w: Weights, x: jax.Array, ctx: LayerContext) -> tuple[jax.Array, jax.Array]:
+        """`[T / tensor, D]` → (the projections `[T, F]`, all heads' rates `[T, numbers]`)."""
+
+        def compute(x, norm, norm_bias, projections, small):
+            h = normalise(self.config, x, norm, norm_bias)
+            return ctx.comm.column_linear(h, projections), h @ small.reshape(len(small), -1)
+
+        compute = jax.checkpoint(compute, prevent_cse=False) if "norms" in ctx.recompute else compute
+        projected, rates = compute(x, w.get("norm"), w.get("norm_bias"), w["projections"], w[self.RATES])
+        return checkpoint_name(projected, "projections"), checkpoint_name(ctx.comm.all_gather_tokens(rates), "rates")
+
+    def mix(
+        self, ctx: LayerContext, w: Weights, projected: jax.Array, rates: jax.Array, earlier: Kept | None
+    ) -> tuple[jax.Array, Kept]:
+        """Outputs of `project` → (the recurrence's output `[T, N·w]`, what generation keeps)."""
+        raise NotImplementedError
+
+    def gated(self, comm: Comm, w: Weights, out: jax.Array, projected: jax.Array, rates: jax.Array) -> jax.Array:
+        """The norm of `out [T, N·w]`, times its gates."""
+        raise NotImplementedError
 
 
 def initial_convolution(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from megajax.config import ModelConfig
+from megajax.model.comm import Comm
 from megajax.model.mamba2 import Mamba2
 
 EPSILON = 0.1  # so large that it counts
@@ -32,5 +33,5 @@ def test_the_norm_of_the_output_is_where_it_is_set(order):
     }[order]()
     module = Mamba2(ModelConfig.model_validate(sizes | {"mamba2": heads}))
     assert (module.output_norm is None) == (order == "none")
-    found = jax.jit(lambda *arrays: module.gated(*arrays, "reference"))(weights, out, gate)
+    found = jax.jit(lambda *arrays: module.gated(Comm(), *arrays, rates=arrays[1]))(weights, out, gate)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
