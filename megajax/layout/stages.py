@@ -64,17 +64,8 @@ def layer_slots(config: Config, stages: int) -> tuple[tuple[int, ...], ...]:
     if is_mixed(config.model):
         pattern = _slot_kinds(config.model, ranges)
         return tuple(_first_positions([kinds[layer] for layer in layers], pattern) for layers in ranges)
-    starts = first_slots(config, stages)
+    starts = _first_slots([len(layers) for layers in ranges])
     return tuple(tuple(range(start, start + len(layers))) for start, layers in zip(starts, ranges, strict=True))
-
-
-def first_slots(config: Config, stages: int) -> tuple[int, ...]:
-    """The slot of each virtual stage's first layer, if all layers have the same parameters.
-
-    The first virtual stage fills its last slots, so that a pattern of layers continues on the next stage at the right
-    slot; the other stages fill their first slots.
-    """
-    return _first_slots([len(layers) for layers in virtual_stages(config, stages)])
 
 
 @cached
@@ -229,6 +220,11 @@ def _first_positions[Kind](sequence: Iterable[Kind], pattern: Sequence[Kind]) ->
 
 
 def _first_slots(layout: Sequence[int]) -> tuple[int, ...]:
+    """The slot of each virtual stage's first layer, if all layers have the same parameters.
+
+    The first virtual stage fills its last slots, so that a pattern of layers continues on the next stage at the right
+    slot; the other stages fill their first slots.
+    """
     return (max(layout) - layout[0], *(0 for _ in layout[1:]))
 
 

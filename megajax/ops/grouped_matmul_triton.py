@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from megajax.ops.grouped_rows import row_tiles, running_sum
-from megajax.ops.shared_memory import shared_memory
 
 
 class GroupedTiling(NamedTuple):
@@ -41,6 +40,21 @@ class GroupedTiling(NamedTuple):
 
 # The first that fits is the fastest on an H100: 620 to 640, 540 to 580 and 490 to 515 TFLOP/s at Mixtral's widths.
 TILINGS = GroupedTiling(128, 256, 64, 8, 4), GroupedTiling(128, 256, 64, 8, 3), GroupedTiling(128, 128, 64, 8, 3)
+
+
+# KiB that a block of threads can have, by compute capability without the point (CUDA C++ Programming Guide)
+LEAST, BLOCKS = 99, {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}
+
+
+def shared_memory() -> int:
+    """Bytes that a block can have on the GPU that is traced for; those of the smallest since Ampere if not known."""
+    from megajax.jax_internals import gpu_info
+
+    try:
+        capability = gpu_info.get_gpu_info().compute_capability
+    except ValueError:  # no GPU, as for kernels that are interpreted
+        capability = 0
+    return BLOCKS.get(capability, LEAST) * 1024
 
 
 def chosen_tiling() -> GroupedTiling:

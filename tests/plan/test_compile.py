@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from megajax.errors import InputError
-from megajax.ops.grouped_matmul_triton import chosen_tiling
-from megajax.ops.shared_memory import shared_memory
+from megajax.ops.grouped_matmul_triton import chosen_tiling, shared_memory
 from megajax.tools.compile import _kinds, figures, main, verdict
 from megajax.tools.plan import compile, targets
 from megajax.tools.plan.rates import DEVICES
