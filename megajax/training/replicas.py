@@ -18,6 +18,7 @@ from megajax.config.sentences import located
 from megajax.console import BAD_NUMBERS
 from megajax.mesh import AXES
 from megajax.optim.offload import on_device
+from megajax.sharding import mesh_axes
 from megajax.training.hooks import Hook, RunView
 from megajax.training.step import TrainProgram, TrainState
 
@@ -125,7 +126,8 @@ def compare(sums: np.ndarray, specs: Mapping[str, P], mesh: Mesh) -> list[Damage
     """The arrays whose copies differ; `sums [devices, arrays]` in the order of the mesh and of `specs`."""
     by_axis, found = sums.reshape(*mesh.devices.shape, len(specs)), []
     for i, (name, spec) in enumerate(specs.items()):
-        sharded = [axis for axis in AXES if axis in _axes_of(spec)]
+        used = {axis for entry in spec for axis in mesh_axes(entry)}
+        sharded = [axis for axis in AXES if axis in used]
         order = [AXES.index(axis) for axis in sharded] + [d for d, axis in enumerate(AXES) if axis not in sharded]
         groups = math.prod(mesh.shape[axis] for axis in sharded)
         # Row: one shard; column: one copy of it.
@@ -161,9 +163,5 @@ def _name(path: tuple[Any, ...]) -> str:
 
 def _copies(sharding: Any) -> int:
     """The number of devices that hold each element."""
-    used = _axes_of(sharding.spec)
+    used = {axis for entry in sharding.spec for axis in mesh_axes(entry)}
     return math.prod(size for axis, size in sharding.mesh.shape.items() if axis not in used)
-
-
-def _axes_of(spec: P) -> set[str]:
-    return {axis for entry in spec if entry is not None for axis in ((entry,) if isinstance(entry, str) else entry)}
