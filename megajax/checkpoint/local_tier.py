@@ -227,17 +227,14 @@ class LocalTier:
     def _open(self, step: int, index: Index, abstract: Any) -> tuple[LocalCheckpoint | None, int]:
         leaves = jax.tree_util.tree_leaves_with_path(abstract)
         needed = {shard: leaf for path, leaf in leaves for _, shard in _needed(path, leaf)}
-        forms = {(each.name, each.slice): (each.shape, each.dtype) for each in index["shards"]}
-        offsets = {(each.name, each.slice): each.offset for each in index["shards"]}
-        fits = index["layout"] == self._layout and all(
-            forms.get(shard) == (leaf.sharding.shard_shape(leaf.shape), leaf.dtype.name)
-            for shard, leaf in needed.items()
-        )
-        if not fits:
+        stored = {(each.name, each.slice): each for each in index["shards"]}
+        wanted = {shard: (leaf.sharding.shard_shape(leaf.shape), leaf.dtype.name) for shard, leaf in needed.items()}
+        forms = {shard: (stored[shard].shape, stored[shard].dtype) for shard in needed if shard in stored}
+        if index["layout"] != self._layout or forms != wanted:
             return None, OTHER_LAYOUT
         directory = self.directory / str(step)
         data = np.memmap(directory / DATA, np.uint8, "r")
-        shards = {shard: _view(data, leaf.dtype, forms[shard][0], offsets[shard]) for shard, leaf in needed.items()}
+        shards = {shard: _view(data, leaf.dtype, stored[shard]) for shard, leaf in needed.items()}
         return LocalCheckpoint(step, directory, {**index["description"]}, shards), FITS
 
 
@@ -263,11 +260,11 @@ def _write_shards(path: Path, copies: Sequence[tuple[str, str, Any]]) -> list[St
     return entries
 
 
-def _view(data: np.ndarray, dtype: Any, shape: tuple[int, ...], offset: int) -> np.ndarray:
-    size = math.prod(shape) * dtype.itemsize
-    if offset + size > data.size:
+def _view(data: np.ndarray, dtype: Any, shard: StoredShard) -> np.ndarray:
+    end = shard.offset + math.prod(shard.shape) * dtype.itemsize
+    if end > data.size:
         raise damaged(INDEX, f"{INDEX} does not fit {DATA}", "remove it")
-    return data[offset : offset + size].view(dtype).reshape(shape)
+    return data[shard.offset : end].view(dtype).reshape(shard.shape)
 
 
 def _needed(path: Any, leaf: Any) -> Iterator[tuple[Any, Shard]]:

@@ -5,8 +5,11 @@ from typing import Any, cast
 
 import jax
 
+from megajax.config import Config
+from megajax.config.extensions import settings_of_hook
 from megajax.config.sentences import listed
 from megajax.errors import ConfigError, InputError, accepts, check_methods, shown
+from megajax.options.registered import HOOKS
 from megajax.schema.batch_schedule import BatchSizes
 from megajax.training.spikes import Rollback
 from megajax.training.step import TrainProgram, TrainState
@@ -80,8 +83,9 @@ class RunView:
         self.end = end if self.end is None else self.end
 
 
-def make_hook(name: str, make: Callable[..., Any], settings: Any | None) -> Any:
+def make_hook(config: Config, name: str) -> Any:
     """The hook that is registered by `name`, made with its settings, if it has some."""
+    make, settings = HOOKS[name].make, settings_of_hook(config, name)
     given = [] if settings is None else [settings]
     if not callable(make) or not accepts(make, *given):
         takes = "its settings alone, __init__(self, settings)" if given else "no arguments, or declare a class Settings"

@@ -17,7 +17,6 @@ from megajax.checkpoint import Checkpoints, complete_steps
 from megajax.checkpoint.description import OWN_BATCHES
 from megajax.config import Config
 from megajax.config.checks import check_mesh
-from megajax.config.extensions import settings_of_hook
 from megajax.console import DONE, STOPPED
 from megajax.data.describe import describe_data, has_chats
 from megajax.data.epochs import resolve_epochs
@@ -25,7 +24,6 @@ from megajax.data.loader import Split, datasets
 from megajax.errors import ConfigError, InputError, shown
 from megajax.inference.sampling import DEFAULT, Sampling
 from megajax.mesh import build_mesh, device_list
-from megajax.options.registered import HOOKS
 from megajax.runtime import prepare_environment
 from megajax.sources import text_settings
 from megajax.training import logs
@@ -115,13 +113,9 @@ class Trainer:
         self._ahead: deque[jax.Array] = deque()
         if isinstance(hooks, Hook) or not isinstance(hooks, Iterable):
             raise InputError(f"hooks={shown(hooks)} is no list: give [{shown(type(hooks).__name__)}(...)].")
-        self._make_hooks([*map(self._hook, config.run.hooks), *hooks])
+        self._make_hooks([*(make_hook(config, name) for name in config.run.hooks), *hooks])
         self._resume_point = ResumePoint(self.saver, lambda: self.checkpoints, self.directory.local_saves)
         self._begin()
-
-    def _hook(self, name: str) -> Any:
-        """The hook of a name of `run.hooks`."""
-        return make_hook(name, HOOKS[name].make, settings_of_hook(self.config, name))
 
     def _make_hooks(self, given: Sequence[Hook]) -> None:
         """All hooks, with the user's, in the order in which they are called; their `on_end` in reverse order.

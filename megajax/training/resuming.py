@@ -211,14 +211,13 @@ class ResumePoint:
 
     def _step_to_resume(self) -> int | None:
         steps, wanted = self.seen, self.config.checkpoint.resume_step
-        step = steps[-1] if steps else None
-        if self._goes_back:
-            if wanted not in steps:
-                there = f"checkpoints of steps {', '.join(map(str, steps))}" if steps else "no checkpoints"
-                key = located(self.config, RESUME_STEP)
-                raise InputError(f"{key}: {self.run_dir} has {there}: choose one of them, or unset it.")
-            step = wanted
-        return step
+        if not self._goes_back:
+            return steps[-1] if steps else None
+        if wanted not in steps:
+            there = f"checkpoints of steps {', '.join(map(str, steps))}" if steps else "no checkpoints"
+            key = located(self.config, RESUME_STEP)
+            raise InputError(f"{key}: {self.run_dir} has {there}: choose one of them, or unset it.")
+        return wanted
 
     def _other_weights(self) -> Weights | None:
         """Weights from elsewhere, read before this run writes anything; None if this run resumes, except with LoRA."""

@@ -44,6 +44,7 @@ class RunLock:
         self.path = Path(run_dir) / LOCK
         self.held = self.lost = False
         self._released = threading.Event()
+        self._thread: threading.Thread | None = None  # the heartbeat, on process 0
 
     def acquire(self, say: Callable[[str], None] = print) -> None:
         """Take the lock, or take it over if its owner is gone. Otherwise raises InputError on every process.
@@ -79,8 +80,6 @@ class RunLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-    _thread: threading.Thread | None = None  # the heartbeat, on process 0
 
     def _unshared(self, at: str, owner: Owner) -> str:
         """The problem if this process does not see the lock of process 0, whose run directory is `at`."""

@@ -22,7 +22,7 @@ SHARE = 0.5  # and at this share of the step: below, the devices hide it
 
 
 class Meter:
-    """Measures the time from `restart(step)` to each `measure(step)`, without the seconds given to `leave_out`.
+    """Measures the time from `restart(step)` to each `measure(step)`, without that of the first step's compilation.
 
     `sizes` are the numbers of sequences of the steps.
     """
@@ -38,13 +38,12 @@ class Meter:
         self._time, self._step, self._left_out = time.perf_counter(), step, 0.0
         self._warm: float | None = None  # when the first step of all had ended, if it is one of the measured ones
 
-    def leave_out(self, seconds: float) -> None:
-        """Leave out `seconds` of the time since the last measurement, such as those of compilation."""
-        self._left_out += seconds
+    def first_step_done(self, compile_seconds: float) -> None:
+        """The first step of all has ended now: its compilation does not count.
 
-    def first_step_done(self) -> None:
-        """The first step of all has ended now: its warm-up does not count if other steps are measured with it."""
-        self._warm = time.perf_counter()
+        Nor does its warm-up, if other steps are measured with it.
+        """
+        self._left_out, self._warm = compile_seconds, time.perf_counter()
 
     def measure(self, step: int) -> dict[str, Any]:
         """The values for metrics.jsonl of the steps since the last measurement."""

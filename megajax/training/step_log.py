@@ -49,8 +49,7 @@ class StepLog(Hook):
     def first_step_done(self, compile_seconds: float) -> None:
         """The first step, which was compiled for `compile_seconds`, has ended now; that is left out of its time."""
         self.times.take()
-        self._meter.leave_out(compile_seconds)
-        self._meter.first_step_done()
+        self._meter.first_step_done(compile_seconds)
 
     def on_step(self, run: RunView) -> None:
         if run.step % run.config.run.log_interval == 0 or run.step == 1 or run.is_last:

@@ -28,8 +28,7 @@ def meter(make_config, clock):
 
 def test_the_first_step_gives_no_time_left_and_the_others_do(meter, clock):
     clock[0] = 5.0  # compilation and warm-up
-    meter.leave_out(2.0)
-    meter.first_step_done()
+    meter.first_step_done(2.0)
     clock[0] = 5.25
     first = meter.measure(5)
     assert first["step_seconds"] == 3.25 and meter.seconds_left(15, first) is None
@@ -40,8 +39,7 @@ def test_the_first_step_gives_no_time_left_and_the_others_do(meter, clock):
 
 def test_a_first_step_that_is_measured_with_others_is_left_out(meter, clock):
     clock[0] = 60.0
-    meter.leave_out(50.0)
-    meter.first_step_done()
+    meter.first_step_done(50.0)
     clock[0] = 62.0
     measured = meter.measure(9)  # steps 5 to 9, of which the last four took 2 s
     assert measured["step_seconds"] == 0.5 and meter.seconds_left(15, measured) == pytest.approx(3.0)
@@ -50,7 +48,7 @@ def test_a_first_step_that_is_measured_with_others_is_left_out(meter, clock):
 
 def test_an_evaluation_before_the_first_line_starts_the_measurement_again(meter, clock):
     clock[0] = 60.0
-    meter.first_step_done()
+    meter.first_step_done(0.0)
     clock[0] = 70.0
     meter.restart(6)
     clock[0] = 71.0
