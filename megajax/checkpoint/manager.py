@@ -123,10 +123,6 @@ class Checkpoints:
             return None
         return self._started[0].step
 
-    def remove_partial(self) -> None:
-        """Remove the remains of saves that were interrupted. Only for a process that alone writes here."""
-        remove_partial(self.directory)
-
     def save(self, step: int, tree: Any, description: dict[str, Any]) -> None:
         """Start writing a tree of arrays and its description; returns as soon as the arrays are copied to the host.
 
@@ -202,7 +198,7 @@ class Checkpoints:
         self._started = self._completing = None
         if error is not None:
             if self._cluster.is_first:
-                self.remove_partial()  # otherwise it would keep filling the disk
+                remove_partial(self.directory)  # otherwise it would keep filling the disk
             with contextlib.suppress(Exception) if is_in_bucket(self.directory) else contextlib.nullcontext():
                 self._manager.reload()  # orbax has forgotten the old checkpoint that the failed save should replace
         waited = result.waited + time.perf_counter() - start

@@ -31,6 +31,8 @@ class Exports(Hook):
 
         self.config, self._say = config, say
         self._settings = config.checkpoint.export_hf
+        assert self._settings.dir is not None
+        self._directory = Path(self._settings.dir)
         self._key = located(config, "checkpoint.export_hf.dir")
         try:
             names = parameters(Transformer(config.model, objective=config.objective)).keys()
@@ -46,18 +48,13 @@ class Exports(Hook):
         Raises InputError if it cannot be written.
         """
         try:
-            Path(self._directory).mkdir(parents=True, exist_ok=True)
-            for partial in Path(self._directory).glob(".step-*.partial-*"):
+            self._directory.mkdir(parents=True, exist_ok=True)
+            for partial in self._directory.glob(".step-*.partial-*"):
                 shutil.rmtree(partial)
         except OSError as error:
             raise InputError(
                 f"{self._key} cannot be written ({error.strerror}): choose a directory that you may write to."
             ) from None
-
-    @property
-    def _directory(self) -> str:
-        assert self._settings.dir is not None
-        return self._settings.dir
 
     def is_due(self, step: int) -> bool:
         """Whether the checkpoint of `step` becomes a folder."""
@@ -86,7 +83,7 @@ class Exports(Hook):
     def _write(self, step: int) -> None:
         from megajax.hf.exporting import export_step
 
-        folder, start = Path(self._directory) / f"step-{step}", time.perf_counter()
+        folder, start = self._directory / f"step-{step}", time.perf_counter()
         try:
             export_step(
                 Path(self.config.run.dir), step, self.config, folder, self._settings.dtype, self._settings.quantization

@@ -12,7 +12,7 @@ from typing import Any
 
 from megajax import cluster
 from megajax.checkpoint import Checkpoints, SaveOutcome, complete_steps
-from megajax.checkpoint.storage import is_in_bucket
+from megajax.checkpoint.storage import is_in_bucket, remove_partial
 from megajax.config import Config
 from megajax.config.sentences import located
 from megajax.errors import ConfigError, InputError, counted
@@ -66,8 +66,9 @@ class RunDirectory:
         start.rollbacks.forget_after(step)
         new = start.resumed_step is None
         cluster.current().first_decides(lambda: run_record.record_start(self.path, self.config, step, new, logs.say))
-        cluster.current().first_decides(self.checkpoints.remove_partial)  # all processes open the checkpoints together
-        self.checkpoints.reload()
+        checkpoints = self.checkpoints  # all processes open them together
+        cluster.current().first_decides(lambda: remove_partial(checkpoints.directory))
+        checkpoints.reload()
         self.writing = True
 
     def save(self, step: int, state: TrainState, samples: int, **more: Any) -> None:
