@@ -70,7 +70,7 @@ class CompiledSteps:
         steps, program = {}, self._program
         for size in sizes:
             of_size, named = program.by_size[size], f" for {counted(size, 'sequence')}" if len(sizes) > 1 else ""
-            microbatches, start = of_size.plan.batch_shape[0], time.perf_counter()
+            microbatches, start = of_size.plan.num_microbatches, time.perf_counter()
             self._note(f"compiling{named}…")
             lowered = of_size.step_program.lower(program.without_files(program.abstract_state), of_size.abstract_batch)
             steps[microbatches] = compiled(lowered, f"step of {size}", shared)

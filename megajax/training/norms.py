@@ -36,13 +36,11 @@ class Norms:
         for size in sizes if self._interval else ():
             of_size = self._program.by_size[size]
             with self._compiling:
-                if of_size.plan.batch_shape[0] not in self._compiled:
-                    program = jax.jit(
-                        partial(_norms, of_size, gradient_function(of_size.graph, of_size.mesh)),
-                        out_shardings=NamedSharding(of_size.mesh, P()),
-                    )
+                if (microbatches := of_size.plan.num_microbatches) not in self._compiled:
+                    norms = partial(_norms, of_size, gradient_function(of_size.graph, of_size.mesh))
+                    program = jax.jit(norms, out_shardings=NamedSharding(of_size.mesh, P()))
                     lowered = program.lower(of_size.abstract_state, of_size.abstract_batch)
-                    self._compiled[of_size.plan.batch_shape[0]] = lowered.compile()
+                    self._compiled[microbatches] = lowered.compile()
 
     def before(self, step: int, state: TrainState, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The norms of `step`, which will train `state` on `batch`, by name; nothing if they are not due.
@@ -51,9 +49,9 @@ class Norms:
         """
         if not self._interval or step % self._interval:
             return {}
-        microbatches, _, _ = batch["tokens"].shape
-        self.compile([size for size, each in self._program.by_size.items() if each.plan.batch_shape[0] == microbatches])
-        return self._compiled[microbatches](state, batch)
+        count = len(batch["tokens"])
+        self.compile([size for size, each in self._program.by_size.items() if each.plan.num_microbatches == count])
+        return self._compiled[count](state, batch)
 
 
 def _norms(program: TrainProgram, gradients_of: Callable, state: TrainState, batch) -> dict[str, jax.Array]:

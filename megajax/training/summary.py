@@ -130,7 +130,7 @@ def _ramp_up(program: TrainProgram, sizes: BatchSizes) -> list[str]:
     """The sizes of the batch with the steps from which they apply, if they change."""
     length, parts = program.config.batch.sequence_length, []
     for (step, samples), size in sizes.phases:
-        microbatches = program.by_size[size].plan.batch_shape[0]
+        microbatches = program.by_size[size].plan.num_microbatches
         from_step = f"from step {step + 1} ({samples * length:,} tokens) on " if parts else ""
         parts.append(f"{from_step}{counted(size, 'sequence')} in {counted(microbatches, 'microbatch')}")
     return [f"ramp-up    {', '.join(parts)}"] if len(parts) > 1 else []
