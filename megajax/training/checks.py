@@ -40,7 +40,8 @@ class SpikeCheck(Hook):
             run.end_with(rollback)
 
     def on_log(self, run: RunView, step: int, values: dict[str, Any]) -> None:
-        values |= self.losses.count
+        if self.losses.spikes:
+            values["spikes"] = self.losses.spikes
 
 
 class NonFiniteCheck(Hook):

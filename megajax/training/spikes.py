@@ -75,11 +75,6 @@ class LossWatch:
         assert not self._pending, "examine the steps first"
         return {"last": list(self._last), "spikes": self.spikes}
 
-    @property
-    def count(self) -> dict[str, int]:
-        """The number of spikes so far, for a logged step; empty without any."""
-        return {"spikes": self.spikes} if self.spikes else {}
-
     def keep(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         """Keep the loss of `step` for `examine`."""
         if self.is_on:

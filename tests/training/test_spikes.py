@@ -109,7 +109,7 @@ def test_weights_from_elsewhere_may_be_the_cause_of_bad_numbers(make_config):
 def test_without_the_options_nothing_is_kept(make_config):
     watch = LossWatch(make_config())
     watch.keep(1, metrics(3))
-    assert not watch.is_on and watch.examine(1) == [] and watch.saved(1) == watch.count == {}
+    assert not watch.is_on and watch.examine(1) == [] and watch.saved(1) == {} and watch.spikes == 0
 
 
 class SpoiledTrainer(Trainer):
