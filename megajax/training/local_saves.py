@@ -37,10 +37,9 @@ class LocalSaves:
 
     def newest(self, durable: int | None) -> LocalCheckpoint | None:
         """The local checkpoint to resume from, if it is newer than the durable one; a line gives the reason if not."""
-        if not self._find_tier():
+        if (tier := self._find_tier()) is None:
             return None
-        assert self._tier is not None
-        found, why = self._tier.newest(-1 if durable is None else durable, self._abstract)
+        found, why = tier.newest(-1 if durable is None else durable, self._abstract)
         if why:
             other = "the run begins again" if durable is None else f"the run resumes from step {durable}"
             logs.say(f"a local checkpoint is newer, but {why}: {other}")
@@ -57,13 +56,13 @@ class LocalSaves:
         """
         path = Path(self.config.run.dir) / RUN_ID
         cluster.current().first_decides(lambda: None if path.exists() else replace_text(path, uuid.uuid4().hex))
-        self._find_tier()
-        assert self._tier is not None
+        tier = self._find_tier()
+        assert tier is not None
         try:
-            self._tier.prepare(keep)
+            tier.prepare(keep)
         except OSError as error:
             raise InputError(
-                f"{located(self.config, 'checkpoint.local_dir')}: {self._tier.directory} cannot be written "
+                f"{located(self.config, 'checkpoint.local_dir')}: {tier.directory} cannot be written "
                 f"({error.strerror}): choose a directory that you may write to."
             ) from None
 
@@ -91,10 +90,8 @@ class LocalSaves:
 
     def report(self, wait: bool = False) -> None:
         """Report the end of a save: the first one with its speed, and every failure on its own process."""
-        done = None if self._tier is None else self._tier.outcome(wait)
-        if done is None:
+        if self._tier is None or (done := self._tier.outcome(wait)) is None:
             return
-        assert self._tier is not None
         if done.error is not None:
             problem = f"the local checkpoint of step {done.step} could not be saved in {self._tier.directory}"
             warnings.warn(f"{problem} ({done.error}); training continues.", stacklevel=2)
@@ -109,15 +106,15 @@ class LocalSaves:
         if self._tier is not None and durable == step:
             self._tier.remove()
 
-    def _find_tier(self) -> bool:
-        """Find the run's directory in `checkpoint.local_dir`; False if the run has none yet."""
+    def _find_tier(self) -> LocalTier | None:
+        """The run's directory in `checkpoint.local_dir`; None if the run has none yet."""
         run_dir = Path(self.config.run.dir).resolve()
         path = run_dir / RUN_ID
         run_id = cluster.current().first_decides(lambda: path.read_text(encoding="utf-8") if path.is_file() else "")
         if run_id and self._tier is None:
             assert self.config.checkpoint.local_dir is not None
             self._tier = LocalTier(self.config.checkpoint.local_dir, tier_name(run_dir, run_id), self._layout)
-        return bool(run_id)
+        return self._tier if run_id else None
 
 
 def tier_name(run_dir: Path, run_id: str) -> str:
