@@ -7,7 +7,7 @@ rows have the same number of them, so equal attention is equal work.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -48,24 +48,11 @@ class RowPacking:
 SEQUENTIAL = RowPacking()
 
 
-class _Chooser(Protocol):
-    """Chooses rows for items that come the longest first."""
+class FirstFit:
+    """Chooses rows for items that come the longest first: the first row with room.
 
-    def find(self, length: int) -> int | None:
-        """A row with room for `length` tokens; None: there is none."""
-        ...
-
-    def roomiest(self) -> tuple[int, int]:
-        """(row, room) of a row with the most room, after `find` found none."""
-        ...
-
-    def put(self, row: int, length: int, work: int) -> None:
-        """An item was put into the row that was found last."""
-        ...
-
-
-class FirstFit(_Chooser):
-    """The first row with room, by a tree whose nodes have the most room below them."""
+    By a tree whose nodes have the most room below them.
+    """
 
     def __init__(self, rows: int, capacity: int):
         self.size = 1 << (rows - 1).bit_length()
@@ -74,6 +61,7 @@ class FirstFit(_Chooser):
             self.room[node] = max(self.room[2 * node], self.room[2 * node + 1])
 
     def find(self, length: int) -> int | None:
+        """A row with room for `length` tokens; None: there is none."""
         room, node = self.room, 1
         if room[1] < length:
             return None
@@ -84,11 +72,13 @@ class FirstFit(_Chooser):
         return node - self.size
 
     def roomiest(self) -> tuple[int, int]:
+        """(row, room) of a row with the most room, after `find` found none."""
         row = self.find(self.room[1])
         assert row is not None
         return row, self.room[1]
 
     def put(self, row: int, length: int, work: int) -> None:
+        """An item was put into the row that was found last."""
         room, node = self.room, row + self.size
         room[node] -= length
         while node > 1:
@@ -99,11 +89,12 @@ class FirstFit(_Chooser):
             room[node] = most
 
 
-class LeastWork(_Chooser):
+class LeastWork:
     """A row of the pair of rows with the least work: of those with room the one with less work, then fewer tokens.
 
     Rows 2n and 2n+1 are a pair. So a row that one long item fills has short ones beside it, and the two together have
-    as much work as other pairs, which a single row cannot have. The work of a row without another one counts twice.
+    as much work as other pairs, which a single row cannot have. The work of a row without another one counts twice. The
+    methods are those of `FirstFit`.
     """
 
     def __init__(self, rows: int, capacity: int):
