@@ -213,24 +213,15 @@ def _blocks(paths: Sequence[str], images: Images | None) -> Iterator[LineBlock]:
 
 @file_reader("block.path")
 def _samples_in(block: LineBlock, rendering: Rendering) -> Iterator[list[ConversationSamples]]:
-    numbered = enumerate(block.text.split(b"\n"), start=block.first_line)
-    for some in batched((each for each in numbered if each[1].strip()), AT_ONCE):
-        numbers, lines = zip(*some, strict=True)
-        locations = [f"{block.path}, {block.unit} {number}" for number in numbers]
-        per_line = rendering.per_line
+    for some in batched(block.lines(), AT_ONCE):
+        lines, locations = zip(*some, strict=True)
         try:
-            yield _located(conversations(lines, rendering), block.path, locations, per_line)
+            found = conversations(lines, rendering)
         except Stopped as stopped:
-            good = stopped.made // per_line
-            yield _located(conversations(lines[:good], rendering), block.path, locations, per_line)
             rest = f": {stopped.error}" if isinstance(stopped.error, UserError) else f" {stopped.error}."
-            raise InputError(f"{locations[good]}{rest}") from None
-
-
-def _located(
-    found: Sequence[ConversationSamples], file: str, locations: Sequence[str], per_line: int
-) -> list[ConversationSamples]:
-    return [each._replace(file=file, location=locations[i // per_line]) for i, each in enumerate(found)]
+            raise InputError(f"{locations[stopped.made // rendering.per_line]}{rest}") from None
+        located = enumerate(found)
+        yield [each._replace(file=block.path, location=locations[i // rendering.per_line]) for i, each in located]
 
 
 def encode(

@@ -3,11 +3,11 @@
 import multiprocessing
 import os
 import signal
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from megajax.data.indexed import IndexedWriter, token_dtype
 from megajax.data.json_lines import LineBlock, TextPosition, texts
 from megajax.data.progress import Progress
 from megajax.data.tokenizers import Tokenizer, load_tokenizer
-from megajax.data.workers import end_with_parent
+from megajax.data.workers import end_with_parent, in_order
 from megajax.errors import InputError
 from megajax.json_files import Count
 
@@ -68,10 +68,10 @@ class TextEncoder:
     def __call__(self, block: LineBlock) -> Encoded:
         self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
         bad: list[str] = []
-        numbered = list(texts(block, self.json_key, None if self.strict else bad, self.key_option))
+        located = list(texts(block, self.json_key, None if self.strict else bad, self.key_option))
         dtype = token_dtype(self.tokenizer.vocab_size)
         documents: list[np.ndarray] = []
-        for ids in self._encode(self.tokenizer, block, numbered, bad):
+        for ids in self._encode(self.tokenizer, located, bad):
             try:
                 documents.append(np.fromiter(ids, dtype, len(ids)))
             except OverflowError:  # NumPy's, for an integer that the dtype does not have
@@ -96,19 +96,17 @@ class TextEncoder:
                     "correct it."
                 )
 
-    def _encode(
-        self, tokenizer: Tokenizer, block: LineBlock, numbered: Sequence[tuple[int, str]], bad: list[str]
-    ) -> Iterator[list[int]]:
+    def _encode(self, tokenizer: Tokenizer, located: Sequence[tuple[str, str]], bad: list[str]) -> Iterator[list[int]]:
         try:
-            yield from tokenizer.encode_all([text for _, text in numbered])
+            yield from tokenizer.encode_all([text for _, text in located])
             return
         except InputError:  # only null:N does not take every text
             pass
-        for number, text in numbered:
+        for location, text in located:
             try:
                 yield tokenizer.encode(text)
             except InputError as error:
-                bad.append(f"{block.path}, {block.unit} {number}: {error}")
+                bad.append(f"{location}: {error}")
                 if self.strict:
                     raise InputError(bad[-1]) from None
 
@@ -152,16 +150,10 @@ def encode_blocks(encoder: TextEncoder, blocks: Iterable[LineBlock], workers: in
     if workers == 1:
         yield from map(encoder, blocks)
         return
-    pending: deque[Future[Encoded]] = deque()
     spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads can hang
     with ProcessPoolExecutor(workers, spawn, initializer=_set_encoder, initargs=(encoder,)) as pool:
         try:
-            for block in blocks:
-                pending.append(_submit(pool, block))
-                if len(pending) >= workers * BLOCKS_AHEAD:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
+            yield from in_order(partial(_submit, pool), blocks, workers * BLOCKS_AHEAD)
         except BrokenProcessPool:
             raise InputError(
                 "a worker process was killed, most likely because memory ran out: use fewer workers. (A script of "

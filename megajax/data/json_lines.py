@@ -52,6 +52,13 @@ class TextPosition(NamedTuple):
     text_bytes: Count = 0
 
 
+class TextLine(NamedTuple):
+    """A line that is not blank, and where it is, for errors."""
+
+    text: bytes
+    location: str
+
+
 class LineBlock(NamedTuple):
     """Consecutive lines of a file: the number of the first one (from 1), their bytes in the file, and where they end.
 
@@ -64,6 +71,12 @@ class LineBlock(NamedTuple):
     stored_bytes: int
     end: TextPosition
     unit: str = "line"
+
+    def lines(self) -> Iterator[TextLine]:
+        """The lines that are not blank."""
+        for number, line in enumerate(self.text.split(b"\n"), start=self.first_line):
+            if line.strip():
+                yield TextLine(line, f"{self.path}, {self.unit} {number}")
 
 
 def matching_files(pattern: str) -> list[str]:
@@ -227,39 +240,29 @@ def _as_text(value: Any) -> str:
     return embedded(value) if isinstance(value, bytes) else str(value)
 
 
-class TextLine(NamedTuple):
-    """A line that is not blank, and where it is, for errors."""
-
-    text: bytes
-    location: str
-
-
 def located_lines(paths: Sequence[str]) -> Iterator[TextLine]:
     """The lines, rows or objects of the files, in order."""
     for block in read_blocks(paths):
-        for number, line in enumerate(block.text.split(b"\n"), start=block.first_line):
-            if line.strip():
-                yield TextLine(line, f"{block.path}, {block.unit} {number}")
+        yield from block.lines()
 
 
 @file_reader("block.path")
 def texts(
     block: LineBlock, json_key: str, bad: list[str] | None = None, option: str = "--json-key"
-) -> Iterator[tuple[int, str]]:
-    """The line number and the text under `json_key` of each non-blank line.
+) -> Iterator[tuple[str, str]]:
+    """The text under `json_key` of each line that is not blank, after the line's location.
 
     A line without a text is left out, and a sentence about it is added to `bad`; with None it is an InputError.
     `option` is the setting that gave the key.
     """
-    for number, line in enumerate(block.text.split(b"\n"), start=block.first_line):
-        if line.strip():
-            try:
-                yield number, _text(line, json_key, option)
-            except ValueError as error:
-                sentence = f"{block.path}, {block.unit} {number} {error}."
-                if bad is None:
-                    raise InputError(sentence) from None
-                bad.append(sentence)
+    for line, location in block.lines():
+        try:
+            yield location, _text(line, json_key, option)
+        except ValueError as error:
+            sentence = f"{location} {error}."
+            if bad is None:
+                raise InputError(sentence) from None
+            bad.append(sentence)
 
 
 def parse(line: bytes, wanted: str) -> Any:

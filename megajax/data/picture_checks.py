@@ -1,9 +1,8 @@
 """Pictures of conversations, looked at before the first step: each that cannot be used is named and counted."""
 
 import warnings
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from os import cpu_count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from megajax.data.encoding import BadLines
 from megajax.data.images import Images, SizedPicture
 from megajax.data.pictures import Picture, PictureError
+from megajax.data.workers import in_order
 from megajax.errors import counted
 
 if TYPE_CHECKING:
@@ -46,31 +46,20 @@ def with_pictures(
         return
     threads = cpu_count() or 1
     with ThreadPoolExecutor(threads, "pictures") as pool:
-        waiting = deque[tuple["ConversationSamples", Future[list[SizedPicture] | str]]]()
-
-        def next_good() -> Iterator[tuple["ConversationSamples", list[SizedPicture]]]:
-            chat, coming = waiting.popleft()
-            found = coming.result()
+        for chat, found in in_order(lambda chat: pool.submit(_sized, images, chat), chats, AHEAD * threads):
             if isinstance(found, str):
                 bad.add(found)
             else:
                 yield chat, found
 
-        for chat in chats:
-            waiting.append((chat, pool.submit(_sized, images, chat)))
-            if len(waiting) > AHEAD * threads:
-                yield from next_good()
-        while waiting:
-            yield from next_good()
 
-
-def _sized(images: Images, chat: "ConversationSamples") -> list[SizedPicture] | str:
-    """The pictures of a conversation, or a sentence about the first bad one."""
+def _sized(images: Images, chat: "ConversationSamples") -> tuple["ConversationSamples", list[SizedPicture] | str]:
+    """A conversation and its pictures, or a sentence about the first bad one."""
     found = list[SizedPicture]()
     for number, name in enumerate(chat.pictures, start=1):
         picture = Picture(name, chat.file, chat.location)
         try:
             found.append(images.sized(images.files.keep(picture)))
         except PictureError as error:
-            return f"{chat.location}, picture {number}: {picture.title} {error}"
-    return found
+            return chat, f"{chat.location}, picture {number}: {picture.title} {error}"
+    return chat, found

@@ -2,8 +2,9 @@
 
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 
 from megajax import threads
@@ -29,3 +30,14 @@ def one_ahead[T](values: Iterable[T]) -> Iterator[T]:
         while value := following.result():
             following = pool.submit(list, islice(iterator, 1))
             yield value[0]
+
+
+def in_order[T, R](submit: Callable[[T], Future[R]], values: Iterable[T], ahead: int) -> Iterator[R]:
+    """The result of each value, in order; up to `ahead` of them are submitted before the first is waited for."""
+    waiting = deque[Future[R]]()
+    for value in values:
+        waiting.append(submit(value))
+        if len(waiting) >= ahead:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
