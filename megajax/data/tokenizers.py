@@ -39,35 +39,12 @@ BESIDE = (CONFIG, NAMES, ADDED, "chat_template.jinja", *PROCESSOR_FILES)
 class Tokenizer(Protocol):
     """Text to token ids and back."""
 
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest token id."""
-        ...
-
-    @property
-    def end_of_document(self) -> int | None:
-        """The token that ends a text; None if nothing says which one does."""
-        ...
-
-    @property
-    def begin_of_text(self) -> int | None:
-        """The token that begins a text; None if there is none."""
-        ...
-
-    @property
-    def adds_begin(self) -> bool:
-        """Whether `begin_of_text` belongs before every text."""
-        ...
-
-    @property
-    def special_tokens(self) -> list[str]:
-        """Names of the tokens that are not text."""
-        ...
-
-    @property
-    def added_tokens(self) -> list[str]:
-        """Names of the tokens that are found in a text before the rest of it is cut into tokens, special or not."""
-        ...
+    vocab_size: int  # one more than the largest token id
+    end_of_document: int | None  # the token that ends a text; None if nothing says which one does
+    begin_of_text: int | None  # the token that begins a text; None if there is none
+    adds_begin: bool  # whether `begin_of_text` belongs before every text
+    special_tokens: list[str]  # names of the tokens that are not text
+    added_tokens: list[str]  # of those at which a text is cut before its rest becomes tokens, special or not
 
     def token_id(self, name: str) -> int | None:
         """The token with this name; None if there is none."""
@@ -212,24 +189,28 @@ def decode_after(tokenizer: Tokenizer, before: list[int], tokens: list[int]) -> 
     return whole[len(start) :]
 
 
-class ByteTokenizer:
+class _PlainTokenizer(Tokenizer):
+    """Tokens without names, of which none begins a text."""
+
+    begin_of_text, adds_begin = None, False
+    special_tokens, added_tokens = [], []
+
+    def token_id(self, name: str) -> int | None:
+        del name
+        return None
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+
+class ByteTokenizer(_PlainTokenizer):
     """UTF-8 bytes 0 to 255, and 256 as end of document."""
 
     vocab_size = 257
     end_of_document = 256
-    begin_of_text, adds_begin = None, False
-    special_tokens: list[str] = []
-    added_tokens: list[str] = []
-
-    def token_id(self, name: str) -> int | None:
-        del name  # bytes have no names
-        return None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
-
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         spans = [[(i, i + 1) for i, letter in enumerate(text) for _ in letter.encode()] for text in texts]
@@ -239,15 +220,11 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
-class NullTokenizer:
+class NullTokenizer(_PlainTokenizer):
     """Text that is token ids already: integers 0 to N-1 with white space between, and N as end of document.
 
     As Megatron's NullTokenizer of the vocabulary size N.
     """
-
-    begin_of_text, adds_begin = None, False
-    special_tokens: list[str] = []
-    added_tokens: list[str] = []
 
     def __init__(self, spec: str):
         size = spec.removeprefix("null:")
@@ -255,10 +232,6 @@ class NullTokenizer:
             raise InputError(f"{shown(spec)} has no vocabulary size: write null:50257 for the token ids 0 to 50256.")
         self.end_of_document = int(size)
         self.vocab_size = int(size) + 1
-
-    def token_id(self, name: str) -> int | None:
-        del name  # ids have no names
-        return None
 
     def encode(self, text: str) -> list[int]:
         words = text.split()
@@ -272,9 +245,6 @@ class NullTokenizer:
             f"{wrong[:20]!r} is not a token id of null:{self.end_of_document}: write integers from 0 to "
             f"{self.end_of_document} with spaces between, or use another tokenizer."
         )
-
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         return [(self.encode(text), [found.span() for found in re.finditer(r"\S+", text)]) for text in texts]
