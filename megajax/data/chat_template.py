@@ -10,7 +10,7 @@ from megajax.data.answers import AnswerSamples, samples_of_each, samples_within
 from megajax.data.model_files import TOKENIZER_CONFIG, inside, read_json, token_texts, tokenizer_config
 from megajax.data.rendering import Chat, Message, Template, compiles, render
 from megajax.data.sandbox import LimitedProcess, Stopped
-from megajax.errors import InputError, file_reader
+from megajax.errors import InputError, UserError, file_reader
 from megajax.files import read_text, why_unreadable
 
 CURE = "correct it, or use another one"
@@ -44,17 +44,11 @@ class ChatTemplate:
 
     def check(self) -> None:
         """Raises InputError for a template that is damaged."""
-        try:
-            self._run(compiles)
-        except Stopped as stopped:
-            raise stopped.error from None
+        self._once(compiles)
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **more: Any) -> str:
         """The text of a chat, as `Template.render`."""
-        try:
-            return self._run(render, messages, add_generation_prompt, more)[0]
-        except Stopped as stopped:
-            raise stopped.error from None
+        return self._once(render, messages, add_generation_prompt, more)
 
     def samples(
         self, chats: Sequence[Chat], room: Callable[[str], int | None] = lambda text: None
@@ -64,22 +58,27 @@ class ChatTemplate:
         for chat, found in zip(chats, self._run(samples_of_each, chats), strict=True):
             if isinstance(found, str):
                 try:
-                    [found] = self._run(samples_within, chat, found, room(found))
-                except Stopped as stopped:
-                    raise Stopped(len(samples), stopped.error) from None
+                    found = self._once(samples_within, chat, found, room(found))
+                except UserError as error:
+                    raise Stopped(len(samples), error) from None
             samples.append(found)
         return samples
+
+    def _once[T](self, work: Callable[..., Iterator[T]], *arguments: Any) -> T:
+        """The one value of a work."""
+        try:
+            [value] = self._run(work, *arguments)
+        except Stopped as stopped:
+            raise stopped.error from None
+        return value
 
     def _run[T](self, work: Callable[..., Iterator[T]], *arguments: Any) -> list[T]:
         return _child.run(f"the chat template {self.location}", CURE, work, self._template, *arguments)
 
 
-@file_reader("file", "folder")
-def load_chat_template(
-    folder: Path | None, file: Path | None = None, arguments: Mapping[str, Any] | None = None
-) -> ChatTemplate:
-    """`find_chat_template`; raises InputError if there is none."""
-    template = find_chat_template(folder, file, arguments)
+def load_chat_template(folder: Path | None, arguments: Mapping[str, Any] | None = None) -> ChatTemplate:
+    """The chat template of a folder; raises InputError if there is none."""
+    template = find_chat_template(folder, arguments=arguments)
     if template is None:
         raise InputError(f"{folder} has no chat template: add chat_template.jinja to the folder, or give plain text.")
     return template

@@ -74,7 +74,7 @@ def _chats(files: Sequence[str], model: LanguageModel, reading: SetFormat) -> It
         raise InputError(f"{model.folder} has no tokenizer, so chats cannot become tokens: add tokenizer.json.")
     tokenizer, folder = model.tokenizer, model.folder
     arguments = {**model.template_arguments, **reading.template_arguments}
-    template = lru_cache(1)(partial(load_chat_template, folder, None, arguments))
+    template = lru_cache(1)(partial(load_chat_template, folder, arguments))
 
     def end() -> int:
         known = model.end_token

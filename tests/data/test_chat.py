@@ -12,7 +12,7 @@ import tokenizers
 import megajax
 from megajax.config.checks import check, check_mesh
 from megajax.data.chat import counted_in, counted_tokens
-from megajax.data.chat_template import load_chat_template
+from megajax.data.chat_template import find_chat_template
 from megajax.data.conversation import IMAGE_PART, Completion, is_chat, read_record
 from megajax.data.describe import describe_data, has_chats
 from megajax.data.loader import datasets, make_loader
@@ -401,7 +401,7 @@ def test_templates_that_fail_are_sentences(folder):
     with pytest.raises(InputError, match="has no chat template"):
         datasets(config_of(folder))
     with pytest.raises(InputError, match="template .*nowhere cannot be read"):
-        load_chat_template(folder, folder / "nowhere")
+        find_chat_template(folder, folder / "nowhere")
 
 
 @pytest.mark.smoke
