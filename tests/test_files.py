@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megajax.config import Config, load_config
+from megajax.data import json_lines
 from megajax.data.chat_template import find_chat_template
 from megajax.data.json_lines import Limits, read_blocks, texts
 from megajax.data.model_files import read_json
@@ -129,9 +130,9 @@ def test_a_byte_order_mark_and_line_ends_of_windows_are_no_text(tmp_path, name):
     assert read(path) == expected
 
 
-def test_lines_after_a_byte_order_mark_are_those_of_the_plain_file(tmp_path):
+def test_lines_after_a_byte_order_mark_are_those_of_the_plain_file(tmp_path, monkeypatch):
     """Compressed, in blocks, and from the end of every block on."""
-    limits = Limits(block_bytes=16)
+    monkeypatch.setattr(json_lines, "LIMITS", Limits(block_bytes=16))
     plain, marked, packed = (str(tmp_path / name) for name in ("plain", "marked", "packed"))
     lines = "".join(json.dumps({"text": "é" * i}) + "\n" for i in range(1, 9))
     for path, content in (
@@ -142,11 +143,11 @@ def test_lines_after_a_byte_order_mark_are_those_of_the_plain_file(tmp_path):
         Path(path).write_bytes(content)
     expected = [(f"line {i}", "é" * i) for i in range(1, 9)]
     for path in (marked, packed):
-        blocks = [*read_blocks([path, plain], limits=limits)]
+        blocks = [*read_blocks([path, plain])]
         found = [each for block in blocks for each in texts(block, "text")]
         assert [(location.rpartition(", ")[2], text) for location, text in found] == expected * 2
         for i, block in enumerate(blocks):
-            after = read_blocks([path, plain], start=block.end, limits=limits)
+            after = read_blocks([path, plain], start=block.end)
             assert [rest.text for rest in after] == [rest.text for rest in blocks[i + 1 :]]
 
 

@@ -72,16 +72,8 @@ class Journal:
     first record.
     """
 
-    def __init__(
-        self,
-        prefix: str,
-        settings: Mapping[str, Any],
-        itemsize: int,
-        *,
-        resume: bool,
-        record_seconds: float = RECORD_SECONDS,
-    ):
-        self.prefix, self.itemsize, self.record_seconds = prefix, itemsize, record_seconds
+    def __init__(self, prefix: str, settings: Mapping[str, Any], itemsize: int, *, resume: bool):
+        self.prefix, self.itemsize = prefix, itemsize
         self.settings = json.loads(json.dumps(settings))
         endings = ("lengths.partial", "resume.partial", "resume.partial.new")
         self._lengths_path, self._record, self._new_record = (Path(f"{prefix}.{ending}") for ending in endings)
@@ -140,7 +132,7 @@ class Journal:
             with write_errors(self.prefix):
                 self._file.write(encoded.lengths.astype("<i4").tobytes())
                 self.point = self.point.after(encoded)
-                if self.point.tokens and time.monotonic() - self._last >= self.record_seconds:
+                if self.point.tokens and time.monotonic() - self._last >= RECORD_SECONDS:
                     self._write_record(writer)
         if writer.keep:
             with write_errors(self.prefix):

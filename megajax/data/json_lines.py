@@ -118,7 +118,6 @@ def read_blocks(
     column: str | None = None,
     option: str = "--json-key",
     start: TextPosition | None = None,
-    limits: Limits = LIMITS,
 ) -> Iterator[LineBlock]:
     """All lines of the files, in order; of a Parquet file only the `column` of this name, None: all.
 
@@ -128,20 +127,20 @@ def read_blocks(
     start = start or TextPosition()
     for number in range(start.file, len(paths)):
         first = start if number == start.file else TextPosition(number)
-        yield from _read_file(paths[number], column, option, first, limits)
+        yield from _read_file(paths[number], column, option, first)
 
 
 @file_reader("path")
-def _read_file(path: str, column: str | None, option: str, start: TextPosition, limits: Limits) -> Iterator[LineBlock]:
+def _read_file(path: str, column: str | None, option: str, start: TextPosition) -> Iterator[LineBlock]:
     with open(path, "rb") as stored:
         is_parquet = stored.read(len(PARQUET)) == PARQUET
     if is_parquet:
-        rows = read_rows(path, column, option, start.line - 1, limits.rows, limits.most_bytes)
-        blocks = _record_blocks(path, rows, start, "row", limits)
+        rows = read_rows(path, column, option, start.line - 1, LIMITS.rows, LIMITS.most_bytes)
+        blocks = _record_blocks(path, rows, start, "row")
     else:
-        blocks = _read_lines(path, start, limits)
+        blocks = _read_lines(path, start)
     size = os.path.getsize(path)
-    most = max(limits.few, size)
+    most = max(LIMITS.few, size)
     for block in blocks:
         if block.end.line > most + 1:  # each takes time
             raise InputError(
@@ -153,26 +152,26 @@ def _read_file(path: str, column: str | None, option: str, start: TextPosition, 
 
 def record_blocks(path: str, records: Iterator[Any], unit: str) -> Iterator[LineBlock]:
     """Values as lines of JSON, in blocks; `unit` is the word for one of them in errors."""
-    return _record_blocks(path, ((record, 0) for record in records), TextPosition(), unit, LIMITS)
+    return _record_blocks(path, ((record, 0) for record in records), TextPosition(), unit)
 
 
-def _read_lines(path: str, start: TextPosition, limits: Limits) -> Iterator[LineBlock]:
+def _read_lines(path: str, start: TextPosition) -> Iterator[LineBlock]:
     line = start.line
     with open(path, "rb") as stored:
         try:
-            text_bytes, compressed = start.text_bytes, decompress(stored, 2 * limits.most_bytes)
+            text_bytes, compressed = start.text_bytes, decompress(stored, 2 * LIMITS.most_bytes)
             lines, to_skip = (stored, 0) if compressed is None else (compressed, text_bytes)
             stored.seek(text_bytes if compressed is None else 0)
-            while to_skip and (passed := lines.read(min(to_skip, limits.block_bytes))):
+            while to_skip and (passed := lines.read(min(to_skip, LIMITS.block_bytes))):
                 to_skip -= len(passed)
             position = stored.tell()
-            while text := lines.read(limits.block_bytes):
+            while text := lines.read(LIMITS.block_bytes):
                 body = text if text_bytes else text.removeprefix(BYTE_ORDER_MARK)
                 if not text_bytes and ARRAY.match(body):
-                    items = _array_items(path, body, lines, stored, start.line - 1, limits)
-                    yield from _record_blocks(path, items, start, "item", limits)
+                    items = _array_items(path, body, lines, stored, start.line - 1)
+                    yield from _record_blocks(path, items, start, "item")
                     return
-                ending = _rest_of_line(lines, path, text, line, limits.most_bytes)
+                ending = _rest_of_line(lines, path, text, line)
                 body, text = body + ending, text + ending
                 first, line, text_bytes = line, line + text.count(b"\n"), text_bytes + len(text)
                 yield LineBlock(path, first, body, stored.tell() - position, TextPosition(start.file, line, text_bytes))
@@ -184,11 +183,11 @@ def _read_lines(path: str, start: TextPosition, limits: Limits) -> Iterator[Line
             ) from None
 
 
-def _rest_of_line(lines: IO[bytes], path: str, text: bytes, line: int, most_bytes: int) -> bytes:
+def _rest_of_line(lines: IO[bytes], path: str, text: bytes, line: int) -> bytes:
     """The rest of the last line of `text`, which begins with line number `line`."""
     if text.endswith(b"\n"):
         return b""
-    here = len(text) - 1 - text.rfind(b"\n")
+    here, most_bytes = len(text) - 1 - text.rfind(b"\n"), LIMITS.most_bytes
     ending = lines.readline(most_bytes - here + 1)
     if here + len(ending) > most_bytes and not ending.endswith(b"\n"):
         raise InputError(
@@ -199,12 +198,12 @@ def _rest_of_line(lines: IO[bytes], path: str, text: bytes, line: int, most_byte
 
 
 def _array_items(
-    path: str, beginning: bytes, lines: IO[bytes], stored: IO[bytes], skipped: int, limits: Limits
+    path: str, beginning: bytes, lines: IO[bytes], stored: IO[bytes], skipped: int
 ) -> Iterator[tuple[Any, int]]:
     """The items of a JSON array after the first `skipped`, each with the bytes of the file that were read for it."""
     position = 0
     try:
-        reader = ArrayReader(beginning, lines.read, limits.block_bytes, limits.most_bytes)
+        reader = ArrayReader(beginning, lines.read, LIMITS.block_bytes, LIMITS.most_bytes)
         for number, item in enumerate(reader.items()):
             before, position = position, stored.tell()
             if number >= skipped:
@@ -216,7 +215,7 @@ def _array_items(
 
 
 def _record_blocks(
-    path: str, records: Iterator[tuple[Any, int]], start: TextPosition, unit: str, limits: Limits
+    path: str, records: Iterator[tuple[Any, int]], start: TextPosition, unit: str
 ) -> Iterator[LineBlock]:
     """Values, each with its bytes in the file, as lines of JSON; the first has number `start.line`."""
     first, stored_bytes, lines, size = start.line, 0, [], 0
@@ -228,7 +227,7 @@ def _record_blocks(
     for value, taken in records:
         lines.append(json.dumps(value, default=_as_text) + "\n")
         size, stored_bytes = size + len(lines[-1]), stored_bytes + taken
-        if len(lines) == limits.rows or size >= limits.block_bytes:
+        if len(lines) == LIMITS.rows or size >= LIMITS.block_bytes:
             yield block()
             first, stored_bytes, lines, size = first + len(lines), 0, [], 0
     if lines:

@@ -15,8 +15,8 @@ from megajax.console import user_errors
 from megajax.data.encoding import TextEncoder, encode_blocks, write_documents
 from megajax.data.index_cache import file_digest
 from megajax.data.indexed import IndexedWriter, token_dtype
-from megajax.data.journal import RECORD_SECONDS, Journal
-from megajax.data.json_lines import LIMITS, Limits, check_inputs, matching_files, read_blocks
+from megajax.data.journal import Journal
+from megajax.data.json_lines import check_inputs, matching_files, read_blocks
 from megajax.data.progress import data_size, show_progress
 from megajax.data.special_tokens import begin_of_document, end_of_document
 from megajax.data.tokenizers import deciding_files, load_tokenizer
@@ -36,8 +36,6 @@ def preprocess(
     json_key: str = "text",
     strict: bool = False,
     resume: bool = False,
-    limits: Limits = LIMITS,
-    record_seconds: float = RECORD_SECONDS,
 ) -> tuple[str, int, int]:
     """Encodes the documents of JSON-lines or Parquet files, one per line or row, in order; blank lines are skipped.
 
@@ -45,9 +43,9 @@ def preprocess(
     document whose text is empty is kept without tokens, as Megatron does. `append_eod` ends each document with the
     tokenizer's end-of-document token, `eod_token` with the token of this name; `prepend_bos` begins each one with the
     token that begins a text. `resume` goes on where an interrupted run with the same arguments stopped, if there is
-    one, from the last record, of which there is one every `record_seconds` or more. `limits` are the sizes of the
-    pieces that are read. Returns the prefix of the output, `{output_prefix}_{json_key}_document` with _ for each / of
-    the key, and the numbers of documents and tokens. After an InputError older files under the prefix are unchanged.
+    one, from the last record. Returns the prefix of the output, `{output_prefix}_{json_key}_document` with _ for each
+    / of the key, and the numbers of documents and tokens. After an InputError older files under the prefix are
+    unchanged.
     """
     loaded = load_tokenizer(tokenizer)
     prepended = begin_of_document(loaded, tokenizer) if prepend_bos else None
@@ -57,7 +55,7 @@ def preprocess(
         raise InputError(f"--output-prefix {output_prefix} is a directory; add a name, such as {output_prefix}my.")
     prefix = f"{output_prefix}_{json_key.replace('/', '_')}_document"
     encoder, dtype = TextEncoder(tokenizer, prepended, appended, json_key, strict), token_dtype(loaded.vocab_size)
-    journal = Journal(prefix, _settings(inputs, encoder), dtype.itemsize, resume=resume, record_seconds=record_seconds)
+    journal = Journal(prefix, _settings(inputs, encoder), dtype.itemsize, resume=resume)
     start = journal.point
     if start.documents:
         print(f"going on after {data_size(start.documents, start.tokens)}", file=sys.stderr)
@@ -66,7 +64,7 @@ def preprocess(
         IndexedWriter(prefix, dtype, lengths=journal.lengths) as writer,
         show_progress(size - start.stored_bytes) as progress,
     ):
-        blocks = encode_blocks(encoder, read_blocks(inputs, json_key, start=start.position, limits=limits), workers)
+        blocks = encode_blocks(encoder, read_blocks(inputs, json_key, start=start.position), workers)
         write_documents(journal.noting(blocks, writer), writer, progress)
         bad = journal.point.bad
         if not writer.num_tokens:

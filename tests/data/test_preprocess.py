@@ -82,11 +82,12 @@ def test_append_eod_ends_every_document_with_text(tmp_path):
 
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 64, 5000])
-def test_documents_do_not_depend_on_where_the_input_is_cut(tmp_path, block_bytes):
+def test_documents_do_not_depend_on_where_the_input_is_cut(tmp_path, monkeypatch, block_bytes):
     source = tmp_path / "a.jsonl"
     write_lines(source, TEXTS)
     source.write_text("\n" + source.read_text() + "  \n" + '{"text": "without newline"}')
-    prefix, _, _ = preprocess([str(source)], str(tmp_path / "p"), "byte", limits=Limits(block_bytes=block_bytes))
+    monkeypatch.setattr(json_lines, "LIMITS", Limits(block_bytes=block_bytes))
+    prefix, _, _ = preprocess([str(source)], str(tmp_path / "p"), "byte")
     assert read(prefix) == [list(text.encode()) for text in [*TEXTS, "without newline"]]
 
 
@@ -113,11 +114,12 @@ def test_one_and_two_workers_write_identical_bytes(tmp_path, capfd):
 
 
 @pytest.mark.parametrize("compression", [gzip, bz2, lzma, zstandard])
-def test_compressed_input_is_read(tmp_path, compression):
+def test_compressed_input_is_read(tmp_path, monkeypatch, compression):
     plain = Path(write_lines(tmp_path / "a.jsonl", TEXTS)).read_bytes()
     packed = tmp_path / "named as you like"
     packed.write_bytes(compression.compress(plain[:99]) + compression.compress(plain[99:]))
-    prefix, _, _ = preprocess([str(packed)], str(tmp_path / "p"), "byte", limits=Limits(block_bytes=64))
+    monkeypatch.setattr(json_lines, "LIMITS", Limits(block_bytes=64))
+    prefix, _, _ = preprocess([str(packed)], str(tmp_path / "p"), "byte")
     assert read(prefix) == [list(text.encode()) for text in TEXTS]
     packed.write_bytes(compression.compress(plain)[:-9])
     with pytest.raises(InputError, match="cannot be read beyond line .*: it is damaged or incomplete"):
@@ -178,7 +180,9 @@ def test_parquet_rows_are_documents(tmp_path, monkeypatch, error_of, capsys):
     assert error_of(["--input", source, "--json-key", "body"]) == (
         f'{source} has no column "body" (its columns: id, text): name the column of the text with --json-key.'
     )
-    blocks = [*json_lines.read_blocks([source], limits=Limits(rows=2))]
+    with monkeypatch.context() as patch:
+        patch.setattr(json_lines, "LIMITS", Limits(rows=2))
+        blocks = [*json_lines.read_blocks([source])]
     assert len(blocks) == 4 and sum(block.stored_bytes for block in blocks) == Path(source).stat().st_size
     Path(source).write_bytes(Path(source).read_bytes()[:-9])
     assert "cannot be read beyond row 0 " in error_of(["--input", source])

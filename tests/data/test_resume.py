@@ -15,12 +15,14 @@ import warnings
 from functools import partial
 from itertools import count
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from terminal import Terminal
 
 from megajax.console import user_errors
+from megajax.data import journal, json_lines
 from megajax.data.encoding import BadLines, Encoded
 from megajax.data.indexed import IndexedDataset, IndexedWriter
 from megajax.data.journal import Journal, Point
@@ -45,7 +47,10 @@ def pair(prefix: Path | str) -> list[bytes]:
     return [Path(f"{prefix}.{ending}").read_bytes() for ending in ("bin", "idx")]
 
 
-in_small_blocks = partial(preprocess, tokenizer="byte", limits=Limits(block_bytes=64), record_seconds=0.0)
+def in_small_blocks(inputs, output_prefix, **options):
+    small = patch.object(json_lines, "LIMITS", Limits(block_bytes=64))
+    with small, patch.object(journal, "RECORD_SECONDS", 0.0):
+        return preprocess(inputs, output_prefix, "byte", **options)
 
 
 def killed(event: int, run) -> bool:
@@ -205,7 +210,7 @@ def test_an_older_pair_is_not_taken_for_the_tokens_of_the_interrupted_run(interr
     assert pair(out) == whole and not partial.exists()
 
 
-def test_every_file_format_is_read_on_from_every_block(tmp_path):
+def test_every_file_format_is_read_on_from_every_block(tmp_path, monkeypatch):
     import bz2
     import lzma
 
@@ -213,7 +218,8 @@ def test_every_file_format_is_read_on_from_every_block(tmp_path):
     import zstandard
     from pyarrow import parquet
 
-    read = partial(read_blocks, column="text", limits=Limits(block_bytes=50, rows=3))
+    monkeypatch.setattr(json_lines, "LIMITS", Limits(block_bytes=50, rows=3))
+    read = partial(read_blocks, column="text")
     lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)
     paths = [str(tmp_path / name) for name in ("plain", "gzip", "bz2", "lzma", "zstandard", "parquet")]
     Path(paths[0]).write_bytes(lines)
@@ -241,18 +247,19 @@ def test_a_point_has_the_sums_of_all_blocks_before_it():
     assert point == Point(TextPosition(0, 11, 10_000), 11_100, 6, 23, BadLines(1, ["line 1"]))
 
 
-def test_an_interruption_between_two_records_goes_on_after_the_documents_of_the_last_one(tmp_path):
+def test_an_interruption_between_two_records_goes_on_after_the_documents_of_the_last_one(tmp_path, monkeypatch):
     """The first run records its first block; the second one, stopped before a record, writes three more documents."""
     prefix, bad = str(tmp_path / "w"), BadLines(0, [])
     blocks = [Encoded("a", np.arange(n), np.ones(n, int), 9, bad, TextPosition(0, n, 9)) for n in (2, 3, 1)]
     for first, seconds in ((0, 0.0), (1, 3600.0)):
+        monkeypatch.setattr(journal, "RECORD_SECONDS", seconds)
         with (
             pytest.warns(UserWarning, match="--resume goes on after 2 documents"),
             pytest.raises(KeyboardInterrupt),
-            Journal(prefix, {}, itemsize=2, resume=first > 0, record_seconds=seconds) as journal,
-            IndexedWriter(prefix, np.uint16, lengths=journal.lengths) as writer,
+            Journal(prefix, {}, itemsize=2, resume=first > 0) as written,
+            IndexedWriter(prefix, np.uint16, lengths=written.lengths) as writer,
         ):
-            for block in journal.noting(blocks[first:], writer):
+            for block in written.noting(blocks[first:], writer):
                 if block is blocks[first + 1]:
                     raise KeyboardInterrupt
                 writer.add_documents(block.tokens, block.lengths)
