@@ -1,7 +1,6 @@
 """Packed samples of conversations (`data.kind: chat`): tokens, packing and pictures are stored once."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from megajax.data.picture_checks import warn_of_pictures
 from megajax.data.samples import Samples
 from megajax.data.shards import is_shard
 from megajax.data.tokenizers import load_tokenizer
+from megajax.data.workers import shared_cache
 from megajax.schema.data import is_remote
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class ChatSamples(Samples):
         self.tokens, self.counts, self.starts, self.order, self.ends, figures = arrays[: len(ARRAYS)]
         self.table = None if images is None else PictureTable(*arrays[len(ARRAYS) :])
         self.conversations, self.dropped, self.cut, self.rendered = map(int, figures)
-        self._epoch = lru_cache(2)(self._make_epoch)
+        self._epoch = shared_cache(2, self._make_epoch)
 
     def __reduce__(self) -> Any:
         return ChatSamples, self._arguments

@@ -8,8 +8,6 @@ import base64
 import binascii
 import hashlib
 import os
-import threading
-from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,6 +16,7 @@ from uuid import uuid4
 from megajax.data.index_cache import file_identity, storage_errors, text_digest
 from megajax.data.remote import RemoteFile
 from megajax.data.shards import Shard, is_shard
+from megajax.data.workers import shared_cache
 from megajax.errors import InputError, UserError, shown
 from megajax.extras import require
 from megajax.files import why_unreadable
@@ -66,19 +65,10 @@ class PictureFiles:
 
     def __init__(self, cache: Path):
         self.cache = cache
-        self._lock = threading.Lock()
-        self._shard = lru_cache(OPEN_SHARDS)(self._opened)
+        self.shard = shared_cache(OPEN_SHARDS, lambda path: Shard(path, cache))  # the members of a tar file
 
     def __reduce__(self):
         return PictureFiles, (self.cache,)
-
-    def shard(self, path: str) -> Shard:
-        """The members of a tar file."""
-        with self._lock:
-            return self._shard(path)
-
-    def _opened(self, path: str) -> Shard:
-        return Shard(path, self.cache)
 
     def identity(self, path: str) -> str:
         """A text that changes with a shard."""

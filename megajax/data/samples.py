@@ -5,12 +5,10 @@ reads the tokens there. A new order needs an entry in `ORDERS`; `PackedOrder` pa
 """
 
 import copy
-import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -22,6 +20,7 @@ from megajax.data.packing import LOOK_AHEAD, SEQUENTIAL, RowPacking, fill_rows
 from megajax.data.prefixes import Prefixes
 from megajax.data.remote import RemoteTokens
 from megajax.data.spans import SpanCorruption
+from megajax.data.workers import shared_cache
 from megajax.errors import InputError, counted
 
 if TYPE_CHECKING:
@@ -199,8 +198,7 @@ class StreamOrder:
     def __init__(self, starts: np.ndarray, sequence_length: int, seed: int, *, shuffled: bool):
         self.starts, self.sequence_length, self.seed, self.shuffled = starts, sequence_length, seed, shuffled
         self.num_tokens = int(starts[-1] - starts[0])
-        self._lock = threading.Lock()
-        self._cached_epoch = lru_cache(CACHED)(self._make_epoch)
+        self._epoch = shared_cache(CACHED, self._make_epoch)
 
     def pieces(self, index: int) -> Iterator[tuple[int, int]]:
         group = self._epoch(index * self.sequence_length // self.num_tokens)
@@ -223,10 +221,6 @@ class StreamOrder:
                     yield stop - taken, stop
                 offset, position, needed, rank = offset + taken, position + taken, needed - taken, rank + 1
 
-    def _epoch(self, epoch: int) -> Epoch:
-        with self._lock:  # one thread builds, the others wait for it
-            return self._cached_epoch(epoch)
-
     def _make_epoch(self, epoch: int) -> Epoch:
         first, last = (-(-e * self.num_tokens // self.sequence_length) for e in (epoch, epoch + 1))
         if not self.shuffled:
@@ -248,13 +242,11 @@ class PackedOrder:
     def __init__(self, stream: StreamOrder, packing: RowPacking):
         self.stream, self.packing, self.capacity = stream, packing, stream.sequence_length + 1
         self.rows = min(LOOK_AHEAD, max(1, stream.num_tokens // self.capacity))
-        self._lock = threading.Lock()
-        self._cached_window = lru_cache(WINDOWS)(self._make_window)
+        self._window = shared_cache(WINDOWS, self._make_window)
 
     def pieces(self, index: int) -> Iterator[tuple[int, int]]:
         window, row = divmod(index, self.rows)
-        with self._lock:  # one thread packs, the others wait for it
-            ranges, ends = self._cached_window(window)
+        ranges, ends = self._window(window)
         yield from map(tuple, ranges[ends[row] : ends[row + 1]].tolist())
 
     def _make_window(self, window: int) -> tuple[np.ndarray, np.ndarray]:

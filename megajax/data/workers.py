@@ -2,9 +2,11 @@
 
 import multiprocessing
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from itertools import islice
 
 from megajax import threads
@@ -41,3 +43,14 @@ def in_order[T, R](submit: Callable[[T], Future[R]], values: Iterable[T], ahead:
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
+
+
+def shared_cache[**P, T](size: int, make: Callable[P, T]) -> Callable[P, T]:
+    """`lru_cache` for threads: one makes a value while the others wait for it."""
+    lock, cached = threading.Lock(), lru_cache(size)(make)
+
+    def get(*arguments: P.args, **named: P.kwargs) -> T:
+        with lock:
+            return cached(*arguments, **named)
+
+    return get
