@@ -1,7 +1,8 @@
 """Batches of a config's data: opens and checks the files, and reads ahead with grain."""
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -88,16 +89,23 @@ def open_split(config: "Config", split: Split, files: dict[str, Documents] | Non
     name, whole = split.partition("/")[2], config.reads_whole(split)
     key: Split = "valid_sets" if name else "train" if data.split is not None else split
     blend = next(each.prefix for each in data.valid_sets if each.name == name) if name else getattr(data, key)
-    try:
+    with _reading(config, f"data.{key}"):
         parts = sources_of(blend)
         if whole and key != "train" and any(weight is not None for _, weight in parts[1:]):
             raise InputError("has weights, but run.eval_steps=all reads each sample once: remove the weights.")
         opened = _open_blend(config, split, parts, files)
         if whole:
             return WholeSet(sources_in(opened), config.batch.sequence_length)
-    except InputError as error:
-        raise InputError(f"data.{key} ({config.where(f'data.{key}')}): {error}") from None
     return _with_stages(config, opened, files) if split == "train" and data.stages else opened
+
+
+@contextmanager
+def _reading(config: "Config", key: str) -> Iterator[None]:
+    """Around the reading of files that a key names: an error begins with the key and its place."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{key} ({config.where(key)}): {error}") from None
 
 
 def _open_blend(
@@ -169,11 +177,8 @@ def _with_stages(config: "Config", first: Samples, files: dict[str, Documents]) 
     for i, stage in enumerate(config.data.stages or ()):
         parts = sources_of(stage.train)
         names = _numbered(parts)
-        try:
+        with _reading(config, f"data.stages.{i}.train"):
             sources |= {new: _open_source(config, "train", new[0], files) for new in names if new not in sources}
-        except InputError as error:
-            key = f"data.stages.{i}.train"
-            raise InputError(f"{key} ({config.where(key)}): {error}") from None
         weights = _weights(parts, [sources[name] for name in names])
         stages.append((samples_before(config, stage.from_step), dict(zip(names, weights, strict=True))))
     shares = [(start, [weights.get(source, 0.0) for source in sources]) for start, weights in stages]
@@ -358,10 +363,8 @@ def _check_size(split: Split, source: Samples) -> None:
 def _check_tokenizer(config: "Config") -> None:
     if config.data.tokenizer is None:
         return
-    try:
+    with _reading(config, "data.tokenizer"):
         size = cluster.current().first_decides(lambda: load_tokenizer(str(config.data.tokenizer)).vocab_size)
-    except InputError as error:
-        raise InputError(f"data.tokenizer ({config.where('data.tokenizer')}): {error}") from None
     if size > config.model.vocab_size:
         raise InputError(
             f"data.tokenizer={config.data.tokenizer} has {size} tokens, more than model.vocab_size="
@@ -373,11 +376,8 @@ def _check_tokenizer(config: "Config") -> None:
 def _check_template(config: "Config") -> None:
     if config.data.kind != "chat":
         return
-    key = "data.tokenizer" if config.data.chat_template is None else "data.chat_template"
-    try:
+    with _reading(config, "data.tokenizer" if config.data.chat_template is None else "data.chat_template"):
         cluster.current().first_decides(lambda: (found := template_of(config.data)) and found.check())
-    except InputError as error:
-        raise InputError(f"{key} ({config.where(key)}): {error}") from None
 
 
 def _check_token_ids(config: "Config", dataset: Documents) -> None:
