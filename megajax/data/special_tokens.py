@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from megajax.data.chat_template import find_chat_template
-from megajax.data.model_files import TOKEN_NAMES, TOKENIZER_CONFIG, read_json, token_texts, tokenizer_config
+from megajax.data.model_files import TOKENIZER_CONFIG, read_json, token_texts, tokenizer_config
 from megajax.errors import InputError
 from megajax.json_files import TokenId, check
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megajax.data.tokenizers import Tokenizer
     from megajax.schema.data import DataConfig
 
-CONFIG, NAMES, ADDED = TOKENIZER_CONFIG, TOKEN_NAMES, "added_tokens.json"
+ADDED = "added_tokens.json"
 ID_FILES = ("generation_config.json", "config.json", "hf_config.json")  # the last one in a run's directory
 KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "</s>")
 KNOWN_BEGINS = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>", "<s>")
@@ -126,7 +126,7 @@ def stored_ids(folder: Path, name: str) -> list[int]:
 
 def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
     by_text = check(read_json(folder / ADDED), str(folder / ADDED), dict[Text, TokenId], CURE)
-    place = f"{folder / CONFIG}, key added_tokens_decoder,"
+    place = f"{folder / TOKENIZER_CONFIG}, key added_tokens_decoder,"
     by_id = check(config.get("added_tokens_decoder") or {}, place, dict[IdText, StoredToken], CURE)
     found = {token: AddedToken(text) for text, token in by_text.items()}
     for token, stored in by_id.items():
@@ -148,7 +148,7 @@ def end_of_document(tokenizer: "Tokenizer", spec: str, name: str | None = None, 
         hint = "" if tokenizer.end_of_document is None else f", or use its own, token {tokenizer.end_of_document}"
         raise InputError(f"{setting}: {spec} has no token {name}: name one that it has (special: {special}){hint}.")
     raise InputError(
-        f"{spec} has no eos_token in a {CONFIG} beside it, and no end-of-document token of a known name "
+        f"{spec} has no eos_token in a {TOKENIZER_CONFIG} beside it, and no end-of-document token of a known name "
         f"({', '.join(KNOWN_ENDS)}): name its token with {setting} (its special tokens: {special})."
     )
 
@@ -158,7 +158,7 @@ def begin_of_document(tokenizer: "Tokenizer", spec: str, setting: str = "--prepe
     if tokenizer.begin_of_text is None:
         raise InputError(
             f"{setting}: {spec} has no token that begins a text: leave it out, or name the tokenizer's bos_token in a "
-            f"{CONFIG} beside it."
+            f"{TOKENIZER_CONFIG} beside it."
         )
     return tokenizer.begin_of_text
 

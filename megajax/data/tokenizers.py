@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from megajax.data.byte_pairs import add_missing, is_tiktoken, read_gpt2, read_tiktoken
 from megajax.data.indexed import LARGEST_ID
-from megajax.data.model_files import PROCESSOR_FILES, inside
+from megajax.data.model_files import PROCESSOR_FILES, TOKEN_NAMES, TOKENIZER_CONFIG, inside
 from megajax.data.sentence_pieces import SentencePieceTokenizer
 from megajax.data.special_tokens import (
     ADDED,
-    CONFIG,
     CURE,
     ID_FILES,
     KNOWN_ENDS,
-    NAMES,
     FolderTokens,
     read_folder_tokens,
 )
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 FILES = ("tokenizer.json", "tokenizer.model")  # of a folder, the first one counts
 GPT2_FILES = ("vocab.json", "merges.txt")
 # Files that belong to a tokenizer's.
-BESIDE = (CONFIG, NAMES, ADDED, "chat_template.jinja", *PROCESSOR_FILES)
+BESIDE = (TOKENIZER_CONFIG, TOKEN_NAMES, ADDED, "chat_template.jinja", *PROCESSOR_FILES)
 
 
 class Tokenizer(Protocol):
@@ -130,7 +128,7 @@ def tokenizer_files(spec: str) -> list[Path]:
 def deciding_files(spec: str) -> list[Path]:
     """All files that decide a tokenizer's tokens: its own, and those beside it that name special ones."""
     files = tokenizer_files(spec)
-    names = (CONFIG, NAMES, ADDED, *ID_FILES)
+    names = (TOKENIZER_CONFIG, TOKEN_NAMES, ADDED, *ID_FILES)
     return files + [path for name in names if files and (path := files[0].parent / name).is_file()]
 
 

@@ -16,9 +16,10 @@ from megajax.data.conversation import is_chat
 from megajax.data.images import SizedPicture
 from megajax.data.indexed import IndexedDataset
 from megajax.data.json_lines import SUFFIXES, check_inputs, located_lines, matching_files, parse, read_blocks, texts
+from megajax.data.model_files import TOKENIZER_CONFIG
 from megajax.data.picture_checks import BadPictures, warn_of_pictures, with_pictures
 from megajax.data.shards import is_shard
-from megajax.data.special_tokens import CONFIG, end_of_document
+from megajax.data.special_tokens import end_of_document
 from megajax.errors import InputError
 from megajax.inference.language_model import LanguageModel
 from megajax.inference.scoring import PictureTokens, ScoredWindow, answer_windows, windows
@@ -78,7 +79,11 @@ def _chats(files: Sequence[str], model: LanguageModel, reading: SetFormat) -> It
 
     def end() -> int:
         known = model.end_token
-        return end_of_document(tokenizer, str(folder), setting=f"eos_token in {CONFIG}") if known is None else known
+        return (
+            end_of_document(tokenizer, str(folder), setting=f"eos_token in {TOKENIZER_CONFIG}")
+            if known is None
+            else known
+        )
 
     images, bad = None if model.config.vision is None else model.images, BadPictures()
     for chat, pictures in with_pictures(read_chats(files, Rendering(template, images=images)), images, bad):
