@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import numpy as np
 from pydantic import Field
@@ -36,37 +36,37 @@ Pixels = Annotated[int, Field(ge=1, le=1 << 26)]
 Three = Annotated[list[float], Field(min_length=3, max_length=3)]
 
 
-class Size(TypedDict):
+class Size(TypedDict, total=False):
     """A size as the files have it: Qwen2-VL's edges are numbers of pixels."""
 
-    height: NotRequired[Side | None]
-    width: NotRequired[Side | None]
-    shortest_edge: NotRequired[Pixels | None]
-    longest_edge: NotRequired[Pixels | None]
+    height: Side | None
+    width: Side | None
+    shortest_edge: Pixels | None
+    longest_edge: Pixels | None
 
 
-class ProcessorFile(TypedDict):
+class ProcessorFile(TypedDict, total=False):
     """The keys of a processor's file that are read."""
 
-    image_processor_type: NotRequired[str | None]
-    feature_extractor_type: NotRequired[str | None]
-    do_resize: NotRequired[bool | None]
-    do_center_crop: NotRequired[bool | None]
-    do_rescale: NotRequired[bool | None]
-    do_normalize: NotRequired[bool | None]
-    do_pad: NotRequired[bool | None]
-    do_pan_and_scan: NotRequired[bool | None]
-    size: NotRequired[Side | Size | None]
-    crop_size: NotRequired[Side | Size | None]
-    resample: NotRequired[Annotated[int, Field(ge=0, le=5)] | None]
-    rescale_factor: NotRequired[float | None]
-    image_mean: NotRequired[Three | None]
-    image_std: NotRequired[Three | None]
-    patch_size: NotRequired[Side | None]
-    temporal_patch_size: NotRequired[Side | None]
-    merge_size: NotRequired[Side | None]
-    min_pixels: NotRequired[Pixels | None]
-    max_pixels: NotRequired[Pixels | None]
+    image_processor_type: str | None
+    feature_extractor_type: str | None
+    do_resize: bool | None
+    do_center_crop: bool | None
+    do_rescale: bool | None
+    do_normalize: bool | None
+    do_pad: bool | None
+    do_pan_and_scan: bool | None
+    size: Side | Size | None
+    crop_size: Side | Size | None
+    resample: Annotated[int, Field(ge=0, le=5)] | None
+    rescale_factor: float | None
+    image_mean: Three | None
+    image_std: Three | None
+    patch_size: Side | None
+    temporal_patch_size: Side | None
+    merge_size: Side | None
+    min_pixels: Pixels | None
+    max_pixels: Pixels | None
 
 
 @dataclass(frozen=True)

@@ -118,11 +118,9 @@ class MegatronSamples(DocumentSamples):
         return self
 
     def padding(self, index: int) -> int:
-        return (
-            0
-            if self.drop_last
-            else self.sequence_length + 1 - sum(stop - start for start, stop in self._order.pieces(index))
-        )
+        if self.drop_last:
+            return 0
+        return self.sequence_length + 1 - sum(stop - start for start, stop in self._order.pieces(index))
 
     def counted(self, index: int) -> np.ndarray | None:
         if self.drop_last:

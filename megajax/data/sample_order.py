@@ -20,7 +20,7 @@ class GptIndices(NamedTuple):
     documents: np.ndarray  # int32 [E · sequences]: the sequences of the stream, in order
     rows: (
         np.ndarray
-    )  # [n + 1, 2]: (index into `documents`, token in the sequence) where sample k begins; the last row ends sample n-1
+    )  # [n + 1, 2]: (index into `documents`, token in the sequence): the samples' beginnings, and the end
     shuffle: np.ndarray  # [n]: the row at which the i-th sample begins
 
 

@@ -139,8 +139,8 @@ class _Tokenising:
         tokenizer = load_tokenizer(spec)
         begin, end = document_tokens(config.data, tokenizer)
         self._dtype = token_dtype(tokenizer.vocab_size)
-        self._encoder = TextEncoder(spec, begin, end, config.data.text_key, key_option="data.text_key")
-        self._encoder.extensions = config.run.extensions
+        key, extensions = config.data.text_key, config.run.extensions
+        self._encoder = TextEncoder(spec, begin, end, key, key_option="data.text_key", extensions=extensions)
 
     def store(self, paths: Sequence[str]) -> None:
         """Tokenise the files; each process takes those that no other one has taken, and then waits for the others."""
