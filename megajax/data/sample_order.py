@@ -18,9 +18,7 @@ class GptIndices(NamedTuple):
     """Arrays that together locate every sample."""
 
     documents: np.ndarray  # int32 [E · sequences]: the sequences of the stream, in order
-    rows: (
-        np.ndarray
-    )  # [n + 1, 2]: (index into `documents`, token in the sequence): the samples' beginnings, and the end
+    rows: np.ndarray  # [n + 1, 2]: (index into `documents`, token in the sequence): the samples' beginnings, the end
     shuffle: np.ndarray  # [n]: the row at which the i-th sample begins
 
 

@@ -78,12 +78,9 @@ def _chats(files: Sequence[str], model: LanguageModel, reading: SetFormat) -> It
     template = lru_cache(1)(partial(load_chat_template, folder, arguments))
 
     def end() -> int:
-        known = model.end_token
-        return (
-            end_of_document(tokenizer, str(folder), setting=f"eos_token in {TOKENIZER_CONFIG}")
-            if known is None
-            else known
-        )
+        if model.end_token is not None:
+            return model.end_token
+        return end_of_document(tokenizer, str(folder), setting=f"eos_token in {TOKENIZER_CONFIG}")
 
     images, bad = None if model.config.vision is None else model.images, BadPictures()
     for chat, pictures in with_pictures(read_chats(files, Rendering(template, images=images)), images, bad):
