@@ -15,7 +15,6 @@ from megajax.layout.kinds import layer_kinds
 from megajax.layout.segments import layer_seconds
 from megajax.layout.stages import (
     count_layer_slots,
-    first_slots,
     gathered_slots,
     in_step,
     layer_slots,
@@ -96,7 +95,6 @@ def test_layers_are_even_with_the_fewest_at_both_ends(stages, rounds, layers, la
     assert [layer for one in ranges for layer in one] == list(range(layers))
     assert count_layer_slots(config, stages) == max(layout)
     starts = (first, *[0] * (len(layout) - 1))
-    assert first_slots(config, stages) == starts
     slots = [[*range(start, start + count)] for start, count in zip(starts, layout, strict=True)]
     assert [list(own) for own in layer_slots(config, stages)] == slots
 
@@ -105,7 +103,7 @@ def test_a_given_layout_is_in_the_models_order():
     config = many(2, 2, 12, "[2, 5, 4, 1]")
     assert virtual_stages(config, 2) == (range(0, 2), range(2, 7), range(7, 11), range(11, 12))
     assert count_layer_slots(config, 2) == 5
-    assert first_slots(config, 2) == (3, 0, 0, 0)
+    assert [slots[0] for slots in layer_slots(config, 2)] == [3, 0, 0, 0]
     assert virtual_stages(config, 1) == (range(12),)
 
 
@@ -135,9 +133,9 @@ def test_a_layout_is_in_step_where_each_slot_has_one_place_in_the_pattern(layout
     assert in_step(layout, period) == expected
     config = many(len(layout), 1, sum(layout), str(list(layout)))
     places = [set() for _ in range(count_layer_slots(config, len(layout)))]
-    for layers, first in zip(virtual_stages(config, len(layout)), first_slots(config, len(layout)), strict=True):
-        for layer in layers:
-            places[first + layer - layers.start].add(layer % period)
+    for layers, slots in zip(virtual_stages(config, len(layout)), layer_slots(config, len(layout)), strict=True):
+        for layer, slot in zip(layers, slots, strict=True):
+            places[slot].add(layer % period)
     assert all(len(found) == 1 for found in places) == expected
 
 
