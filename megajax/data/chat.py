@@ -215,13 +215,17 @@ def _blocks(paths: Sequence[str], images: Images | None) -> Iterator[LineBlock]:
 def _samples_in(block: LineBlock, rendering: Rendering) -> Iterator[list[ConversationSamples]]:
     for some in batched(block.lines(), AT_ONCE):
         lines, locations = zip(*some, strict=True)
+        error = None
         try:
             found = conversations(lines, rendering)
         except Stopped as stopped:
+            good = stopped.made // rendering.per_line
             rest = f": {stopped.error}" if isinstance(stopped.error, UserError) else f" {stopped.error}."
-            raise InputError(f"{locations[stopped.made // rendering.per_line]}{rest}") from None
+            found, error = conversations(lines[:good], rendering), InputError(f"{locations[good]}{rest}")
         located = enumerate(found)
         yield [each._replace(file=block.path, location=locations[i // rendering.per_line]) for i, each in located]
+        if error is not None:  # not before the good ones are used: `--limit` may need no more
+            raise error
 
 
 def encode(
