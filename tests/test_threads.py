@@ -142,7 +142,7 @@ def test_the_result_of_each_executor_s_work_is_asked_for_or_watched():
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "submit":
                 (discarded if isinstance(node, ast.Expr) else kept).add(name)
         if name in kept - discarded:
-            assert ".result()" in text or "threads.watched(" in text, name
+            assert any(asks in text for asks in (".result()", "in_order(", "threads.watched(")), name
     assert "training/loop.py" in kept and "data/remote.py" in kept
     assert discarded == {"training/monitoring.py"} and "Background(" in sources()["training/monitoring.py"]
 

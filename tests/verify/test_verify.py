@@ -16,7 +16,7 @@ from megajax.layout.kinds import KINDS, layer_kinds
 from megajax.mesh import build_mesh
 from megajax.model import attention
 from megajax.options.optimizers import OPTIMIZERS
-from megajax.step import gradients
+from megajax.step import microbatches
 from megajax.tools.verify import __main__ as command
 from megajax.tools.verify import runs as runs_of_verify
 from megajax.tools.verify.differences import RunDifference, compare
@@ -106,12 +106,12 @@ def wrong_offset(patch):
 
 def dropped_microbatch(patch):
     """The last microbatch counts in the number of tokens only."""
-    run = gradients.train
+    run = microbatches.train
 
     def lacking(local, arrays, batch):
         return run(local, arrays, {**batch, "loss_mask": batch["loss_mask"].at[-1].set(False)})
 
-    patch.setattr(gradients, "train", lacking)
+    patch.setattr(microbatches, "train", lacking)
 
 
 @pytest.mark.parametrize(
