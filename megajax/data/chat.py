@@ -294,6 +294,31 @@ class EncodedChats(NamedTuple):
     pictures: PictureTable | None
 
 
+class _Fitting:
+    """Samples cut to sequences; those of a line are kept or left out together."""
+
+    def __init__(self, too_long: str, per_line: int):
+        self.tokens, self.counted, self.placed = list[np.ndarray](), list[np.ndarray](), list[list[PlacedPicture]]()
+        self.cut = self.dropped = 0
+        self._drops, self._per_line = too_long == "drop", per_line
+        self._line = list[tuple[list[int], np.ndarray, list[PlacedPicture], int] | None]()
+
+    def add(self, ids: list[int], mask: np.ndarray, placed: list[PlacedPicture], room: int) -> None:
+        """The next sample, of which a sequence holds `room` tokens."""
+        is_used = mask[:room].any() and not (self._drops and len(ids) > room)
+        self._line.append((ids, mask[:room], placed, room) if is_used else None)
+        if len(self._line) < self._per_line:
+            return
+        used = [each for each in self._line if each is not None and None not in self._line]
+        self.dropped += len(self._line) - len(used)
+        for ids, mask, placed, room in used:
+            self.cut += len(ids) > room
+            self.tokens.append(np.fromiter(ids, np.int32, min(room, len(ids))))
+            self.counted.append(mask)
+            self.placed.append(placed)
+        self._line = []
+
+
 def encode_files(
     paths: Sequence[str],
     data: "DataConfig",
@@ -321,20 +346,19 @@ def encode_files(
     pairs = data.row_packing == "pairs"
     # A pair has one text each, so that none is left out for its length before it is tokenised.
     rendering = Rendering(given, (lambda text: None) if pairs else room_for(capacity, tokenizer), images, pairs)
-    together = list[tuple[list[int], np.ndarray, Sequence[PlacedPicture], int] | None]()  # the samples of a line
 
     def texts() -> Iterator[Text]:
-        nonlocal conversations, dropped, rendered
+        nonlocal conversations, beyond, rendered
         for chat, pictures in with_pictures(read_chats(paths, rendering), images, bad):
             conversations += 1
-            dropped += chat.beyond
+            beyond += chat.beyond
             rendered += sum(not text.bare for text in chat.texts)
             # The last text has the whole conversation, if no answer is left out.
             missing = [0] * (len(chat.texts) - 1) + [len(pictures) * (not chat.beyond)] * bool(chat.texts)
             sources.extend((chat.location, pictures, least) for least in missing)
             yield from chat.texts
 
-    tokens, counted, placed, conversations, dropped, cut, rendered = [], [], [], 0, 0, 0, 0
+    conversations, beyond, rendered, fitting = 0, 0, 0, _Fitting(data.too_long, rendering.per_line)
     bad, sources = BadPictures(), deque[tuple[str, Sequence[SizedPicture], int]]()
     for ids, mask in encode(texts(), tokenizer, lambda: document_end(data, tokenizer)):
         (location, pictures, least), here, room = sources.popleft(), list[PlacedPicture](), capacity
@@ -344,25 +368,14 @@ def encode_files(
             except ValueError as error:
                 raise InputError(f"{location} {error}.") from None
             room, here = images.fitting(here, capacity)
-        is_used = (len(ids) <= room or data.too_long != "drop") and mask[:room].any()
-        together.append((ids, mask[:room], here, room) if is_used else None)
-        if len(together) < rendering.per_line:
-            continue
-        used = [each for each in together if each is not None and None not in together]
-        dropped += len(together) - len(used)
-        for ids, mask, here, room in used:
-            cut += len(ids) > room
-            tokens.append(np.fromiter(ids, np.int32, min(room, len(ids))))
-            counted.append(mask)
-            placed.append(here)
-        together = []
-    if not tokens:
+        fitting.add(ids, mask, here, room)
+    if not fitting.tokens:
         warn_of_pictures(paths, bad.lines)
         raise _no_samples(paths, conversations, bad.lines, capacity)
-    starts = np.concatenate([[0], np.cumsum([each.size for each in tokens], dtype=np.int64)])
-    figures = np.array([conversations, dropped, cut, rendered])
-    table = None if images is None else PictureTable.of(placed, bad.lines)
-    return EncodedChats(np.concatenate(tokens), np.concatenate(counted), starts, figures, table)
+    starts = np.concatenate([[0], np.cumsum([each.size for each in fitting.tokens], dtype=np.int64)])
+    figures = np.array([conversations, beyond + fitting.dropped, fitting.cut, rendered])
+    table = None if images is None else PictureTable.of(fitting.placed, bad.lines)
+    return EncodedChats(np.concatenate(fitting.tokens), np.concatenate(fitting.counted), starts, figures, table)
 
 
 def _no_samples(paths: Sequence[str], conversations: int, bad: BadLines, capacity: int) -> InputError:

@@ -32,10 +32,10 @@ class Field(NamedTuple):
     extra: tuple[int, ...] = ()
     derived: bool = False  # `training.batches.to_global` makes it from the other fields
     optional: bool = False  # a batch may lack it
-    of_row: bool = False  # by default the number of its sequence in the microbatch
     limit: int | None = None  # values are integers below it, from `least` on
     least: int = 0
     length: int | None = None  # instead of S, that of an encoder's sequences, in order over `context`
+    of_row: bool = False  # by default the number of its sequence in the microbatch
 
 
 def joined_fields(*declared: Mapping[str, Field]) -> dict[str, Field]:
