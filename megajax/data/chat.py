@@ -216,16 +216,23 @@ def _samples_in(block: LineBlock, rendering: Rendering) -> Iterator[list[Convers
     for some in batched(block.lines(), AT_ONCE):
         lines, locations = zip(*some, strict=True)
         error = None
-        try:
-            found = conversations(lines, rendering)
-        except Stopped as stopped:
-            good = stopped.made // rendering.per_line
+        found, stopped = _before_error(lines, rendering)
+        if stopped is not None:
             rest = f": {stopped.error}" if isinstance(stopped.error, UserError) else f" {stopped.error}."
-            found, error = conversations(lines[:good], rendering), InputError(f"{locations[good]}{rest}")
+            error = InputError(f"{locations[stopped.made // rendering.per_line]}{rest}")
         located = enumerate(found)
         yield [each._replace(file=block.path, location=locations[i // rendering.per_line]) for i, each in located]
         if error is not None:  # not before the good ones are used: `--limit` may need no more
             raise error
+
+
+def _before_error(lines: Sequence[bytes], rendering: Rendering) -> tuple[list[ConversationSamples], Stopped | None]:
+    """`conversations` of the lines before the first error, and the error."""
+    try:
+        return conversations(lines, rendering), None
+    except Stopped as stopped:  # an earlier chat may have another error, which comes after all are rendered
+        found, earlier = _before_error(lines[: stopped.made // rendering.per_line], rendering)
+        return found, earlier or stopped
 
 
 def encode(

@@ -11,8 +11,8 @@ import tokenizers
 
 import megajax
 from megajax.config.checks import check, check_mesh
-from megajax.data.chat import counted_in, counted_tokens
-from megajax.data.chat_template import find_chat_template
+from megajax.data.chat import Rendering, counted_in, counted_tokens, read_chats
+from megajax.data.chat_template import ChatTemplate, find_chat_template
 from megajax.data.conversation import IMAGE_PART, Completion, is_chat, read_record
 from megajax.data.describe import describe_data, has_chats
 from megajax.data.loader import datasets, make_loader
@@ -376,6 +376,19 @@ def test_a_bad_line_is_a_sentence(folder, line):
     with pytest.raises(InputError) as error:
         datasets(config_of(folder))
     assert MISTAKES[line] in str(error.value) and "data.train" in str(error.value)
+
+
+def test_of_several_bad_lines_the_first_is_named(folder):
+    """The template refuses line 4 before an answer is looked for in line 3; the chats before both are there."""
+    source = "{% for m in messages %}{{ m.content if m.content != 'bad' else raise_exception('no') }}{% endfor %}"
+    answer = {"role": "assistant", "content": "b"}
+    lines = [[answer], [answer], [{"role": "user", "content": "a"}], [{"role": "user", "content": "bad"}, answer]]
+    path = folder / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in lines))
+    chats = read_chats([str(path)], Rendering(lambda: ChatTemplate(source, {}, "t")))
+    assert [next(chats).location, next(chats).location] == [f"{path}, line 1", f"{path}, line 2"]
+    with pytest.raises(InputError, match=r"line 3 has no answer of the assistant"):
+        next(chats)
 
 
 @pytest.mark.smoke
