@@ -380,7 +380,9 @@ def refuse_not_finite(weights: Weights, source: str) -> None:
     params, state = weights
     arrays = params | {f"{kind}.{name}": array for kind, of_kind in state.items() for name, array in of_kind.items()}
     if bad := [name for name, good in zip(arrays, _are_finite([*arrays.values()]), strict=True) if not good][:3]:
-        raise InputError(f"{source}: {', '.join(bad)} has NaN or Inf: give weights without them.")
+        is_narrow = any(arrays[name].dtype == jnp.float16 for name in bad)
+        cure = ", or read them as bfloat16, if they are above float16's 65504" if is_narrow else ""
+        raise InputError(f"{source}: {', '.join(bad)} has NaN or Inf: give weights without them{cure}.")
 
 
 @jax.jit

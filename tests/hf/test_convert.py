@@ -147,6 +147,10 @@ def test_weights_that_are_not_finite_are_refused_by_name(unpack):
         read(folder, config_for(read_model(folder), {"fsdp": 2}))
     with pytest.raises(InputError, match=r"folder=.*tiny_llama: blocks.dense.mlp.up has NaN or Inf: give weights"):
         megajax.from_hf(folder)  # as generate, chat and evaluate do
+    weights["model.layers.1.mlp.up_proj.weight"][2, 3] = 1e5
+    save_file(weights, folder / SINGLE)
+    with pytest.raises(InputError, match=r"folder=.*: blocks.dense.mlp.up has .* bfloat16, .* float16's 65504"):
+        megajax.from_hf(folder, dtype="float16")
 
 
 def test_new_tokens_start_with_the_mean_of_the_others_on_any_mesh(unpack, small_pieces):
