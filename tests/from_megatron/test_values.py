@@ -260,6 +260,11 @@ def test_saved_moments_have_the_form_of_their_flags(dtype, name, state):
     assert found == expected["optimizer.state"] == state
 
 
+def test_saved_names_of_a_transformer_config_are_those_of_their_flags():
+    given = from_mapping({"num_moe_experts": 8, "fp8_param": True, "use_flash_attn": True}, "a checkpoint").given
+    assert given == {"num_experts": 8, "fp8_param_gather": True, "use_flash_attn": True}
+
+
 @pytest.mark.parametrize(("flags", "steps"), [("", 0), ("--valid-data-path y", 100)])
 def test_chats_are_evaluated_where_there_are_some_to_validate(flags, steps):
     line = f"{FILES} --sft --tokenizer-type SFTTokenizer --tokenizer-model /t --train-data-path x {flags}"

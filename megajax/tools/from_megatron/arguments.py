@@ -193,7 +193,7 @@ def from_mapping(values: Mapping[str, Any], location: str) -> Arguments:
         *(["global_batch_size"] if values.get("_is_global_batch_size_explicitly_specified") is False else []),
     }
     given = {
-        name: _plain(DESTS[name], value)
+        DESTS[name].dest: _plain(DESTS[name], value)
         for name, value in values.items()
         if name in DESTS and name not in derived and value is not None
     }
@@ -289,7 +289,6 @@ _DERIVED = ("start_weight_decay", "end_weight_decay", "eval_global_batch_size", 
 DESTS = {flag.dest: flag for flag in reversed(FLAGS.values())} | {
     "num_moe_experts": FLAGS["num-experts"],
     "fp8_param": FLAGS["fp8-param-gather"],
-    "use_flash_attn": FLAGS["use-flash-attn"],
 }
 # Of TransformerConfig and without effect on numbers, or equal to what the activation says.
 _OF_THE_CONFIG = {
