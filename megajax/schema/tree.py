@@ -146,9 +146,14 @@ def as_override(value: Any) -> str:
     """A value as in an override."""
     if value is None or type(value) is int:  # YAML's dumper takes a hundred times as long; the planner shows thousands
         return "null" if value is None else str(value)
-    dumped = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**6, sort_keys=False)
-    text = dumped.removesuffix("\n").removesuffix("\n...")
+    text = _on_a_line(value, allow_unicode=True)
+    text = text if text.isprintable() else _on_a_line(value, allow_unicode=False)
     return json.dumps(value, ensure_ascii=False) if "\n" in text else text  # text of several lines
+
+
+def _on_a_line(value: Any, allow_unicode: bool) -> str:
+    options: Any = {"default_flow_style": True, "width": 10**6, "sort_keys": False, "allow_unicode": allow_unicode}
+    return yaml.dump(value, Dumper=Dumper, **options).removesuffix("\n").removesuffix("\n...")
 
 
 @file_reader("path", cure="correct it")

@@ -135,11 +135,16 @@ def test_a_name_is_that_of_a_folder_only_where_the_run_directory_follows_from_it
 
 
 @pytest.mark.parametrize(
-    "value", ["a\nb", "a: b", " a", "'", '"', "null", "", "\t", "é\n", ["a\nb", 1], {"a": "b\n\nc"}]
+    "value",
+    ["a\nb", "a: b", " a", "'", '"', "null", "", "\t", "é\n", "a\u2028é", "\u202e", ["a\nb", 1], {"a": "b\n\nc"}],
 )
 def test_a_value_as_an_override_is_one_line_that_reads_back(value):
     text = as_override(value)
     assert "\n" not in text and yaml.load(text, Loader) == value
+
+
+def test_letters_of_all_languages_are_shown_as_they_are_typed():
+    assert [as_override(value) for value in ("/müller/数据", ["é", 1])] == ["/müller/数据", "[é, 1]"]
 
 
 def test_lists_from_the_command_line():
