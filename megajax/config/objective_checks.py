@@ -17,17 +17,17 @@ OBJECTIVE, MODEL = "objective.kind", "teacher.model"
 def check_objective(config: Config) -> None:
     """Raise ConfigError for an unknown objective and for wrong settings of it."""
     kind, key = config.objective.kind, OBJECTIVE
-    _check_rows(config)
     if kind in OWN_OBJECTIVES:
         shares = ("objective.masking.masked", "objective.masking.random")
         if kind == MASKED_TOKENS and sum(value(config, share) for share in shares) > 1:
             fail(config, f"{format_keys(config, *shares)} are together more than 1", "lower one of them", *shares)
-        return
-    if kind not in OBJECTIVES:
+    elif kind not in OBJECTIVES:
         known = listed([*OWN_OBJECTIVES, *sorted(OBJECTIVES)])
         cure = missing_feature("", kind) or f"use {known}, or name the module that registers it in run.extensions"
         fail(config, f"{format_keys(config, key)} is not a registered objective", cure, key)
-    settings_of(config, OBJECTIVES[kind], "objective")
+    else:
+        settings_of(config, OBJECTIVES[kind], "objective")
+    _check_rows(config)
 
 
 def _check_rows(config: Config) -> None:

@@ -149,6 +149,7 @@ def test_what_does_not_keep_pairs_together_is_refused(tmp_path):
     single = [{"prompt": "a", "completion": "b"}]
     for sections, keys in (
         ({"objective": {"kind": "next_token"}, "teacher": {}}, ["data.packing=pairs", "objective.kind=next_token"]),
+        ({"objective": {"kind": "dop"}, "teacher": {}}, ["objective.kind=dop", "not a registered", "run.extensions"]),
         ({"data": {"packing": None}}, ["objective.kind=dpo", "set data.packing=pairs"]),
         ({"data": {"packing": "none"}}, ["objective.kind=dpo", "set data.packing=pairs"]),
         ({"data": {"kind": "text", "chat_template": None}}, ["data.packing=pairs", "data.kind=text"]),
