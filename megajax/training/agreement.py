@@ -66,7 +66,7 @@ def check_order(config: Config, position: Position, saved: int | None, name: str
     """Raise InputError if the order of the data changes with the size of the batch, as it did at `position`.
 
     The samples at which stages begin do; Megatron's order does with the number of samples, which was `saved`,
-    unless `checkpoint.allow_changes` names it.
+    unless `checkpoint.allow_changes` names it. After an odd number of samples no pair begins.
     """
     data = config.data
     if data.kind == "synthetic":
@@ -74,6 +74,10 @@ def check_order(config: Config, position: Position, saved: int | None, name: str
     grows = samples_before(config, position.step) > position.samples
     cures = ["write the change as batch.schedule"] * grows + ["keep the size"]
     problem, cure = f"{name} was saved with another size of the batch", ", or ".join(cures)
+    if data.row_packing == "pairs" and position.samples % 2:
+        where = f"data.packing=pairs ({config.where('data.packing')})"
+        reason = f"{name} was saved after {counted(position.samples, 'sample')}, between the two answers of a pair"
+        raise InputError(f"{where}: {reason}: choose another run.dir, and set checkpoint.init_from to its weights.")
     if data.stages:
         where = f"data.stages ({config.where('data.stages')})"
         raise InputError(f"{problem}, which changes the samples at which {where} begin: {cure}.")

@@ -14,6 +14,8 @@ from megajax.config.checks import check
 from megajax.config.extensions import import_extensions
 from megajax.data.loader import datasets
 from megajax.errors import ConfigError, InputError
+from megajax.schema.batch_schedule import Position
+from megajax.training.agreement import check_order
 
 DPO, MODELS = (str(Path(__file__).parents[2] / f"docs/examples/{name}.py") for name in ("dpo", "reward_model"))
 TEMPLATE = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }};{% endfor %}"
@@ -164,6 +166,9 @@ def test_what_does_not_keep_pairs_together_is_refused(tmp_path):
     two = config_of(tmp_path, [pair("a")], {"train": [config.data.train, config.data.train]})
     with pytest.raises(InputError, match="data.train.*2 sources.*data.packing=pairs.*glob"):
         datasets(two)
+    # A run of other rows, with checkpoint.allow_changes
+    with pytest.raises(InputError, match="data.packing=pairs.*step 1 was saved after 3 samples.*checkpoint.init_from"):
+        check_order(config, Position(1, 3), None, "step 1")
 
 
 def test_dpo_trains_on_pairs_and_begins_at_log_2(tmp_path):
