@@ -110,7 +110,10 @@ def check_own_fields(program: TrainProgram) -> None:
         made = of_chat or program.config.span_lengths
         if (key := field.setting) in ("objective.kind", ENCODER_KIND) and not made:
             problem = f"{format_keys(program.config, key)} reads the batch field {name}, which data.train does not give"
-            fail(program.config, problem, "make the batches by Trainer's batch_of (docs/custom_loop.md)", key)
+            cure = "make the batches by Trainer's batch_of (docs/custom_loop.md)"
+            if field.of_row:
+                cure = f"set data.kind=chat, with one conversation in a row (docs/extensions.md), or {cure}"
+            fail(program.config, problem, cure, key)
 
 
 def _part(local: np.ndarray, local_row: np.ndarray, index: Any) -> np.ndarray:

@@ -182,6 +182,10 @@ def test_dpo_trains_on_pairs_and_begins_at_log_2(tmp_path):
     start = megajax.Trainer(config_of(tmp_path, lines, **sft), jax.devices()[:1])
     start.run()
     reference = {"model": MODEL | {"block_pattern": ["mlp"]}, "source": str(tmp_path / "sft")}
+    with pytest.raises(ConfigError, match="objective.kind=dpo reads the batch field segments.*set data.kind=chat"):
+        megajax.Trainer(
+            config_of(tmp_path, lines, **{**sft, "objective": {"kind": "dpo"}, "teacher": reference}), jax.devices()[:1]
+        )
     checkpoint = {"init_from": str(tmp_path / "sft")}
     config = config_of(tmp_path, lines, teacher=reference, checkpoint=checkpoint, mesh={"fsdp": 2})
     trainer = megajax.Trainer(config, jax.devices()[:2])
