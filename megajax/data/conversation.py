@@ -13,6 +13,7 @@ from megajax.schema.data import TEMPLATE_INPUTS
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
 TOOL_ROLES = ("tool", "ipython", "function")
+ASKING = ("system", "developer", "user")
 SPEAKERS = {  # ShareGPT's names of roles
     "human": "user",
     "gpt": "assistant",
@@ -34,6 +35,7 @@ WITHOUT_INPUT = (
 
 
 FORMS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})  # keys of a line
+FORMS_OF_PAIRS = {str: "text", list: "lists of messages"}
 
 
 PICTURE_TYPES = ("image", "image_url")  # of a part of a message's content
@@ -87,33 +89,46 @@ def read_record(record: Any) -> Chat | Completion:
 def read_pair(record: Any) -> list[Chat | Completion]:
     """The chosen and the rejected answer of a line, each with its prompt, which the loss does not count.
 
-    Both are text, or both lists of messages. Without a `prompt` of the same form it is what both begin with. Raises
-    ValueError with the rest of a sentence for anything else.
+    Both are text, or both lists of messages. Without a `prompt` of the same form it is what both begin with; lists may
+    have text as theirs. Raises ValueError with the rest of a sentence for anything else.
     """
     record = record if isinstance(record, dict) else {}
-    answers = [record.get("chosen"), record.get("rejected")]
+    answers: list[Any] = [record.get("chosen"), record.get("rejected")]
+    prompt: Any = record.get("prompt")
     form = next((form for form in (str, list) if all(isinstance(each, form) for each in answers)), None)
     if form is None:
         raise ValueError(
             f'has no "chosen" and "rejected" that are both text or both lists of messages (its keys: '
             f"{shown(', '.join(record)) or 'none'}): write them, or set data.packing to another value for single chats"
         )
-    prompt = record.get("prompt")
-    if not isinstance(prompt, form):
-        prompt = _common(*answers)
+    if not (prompt is None or isinstance(prompt, (str, form))):
+        problem = f'has "chosen" and "rejected" that are {FORMS_OF_PAIRS[form]}, but "prompt" is {shown(repr(prompt))}'
+        raise ValueError(f"{problem}: write all three in one form")
+    is_given = isinstance(prompt, form) and prompt != []
+    if isinstance(prompt, list) and all(answer[: len(prompt)] == prompt for answer in answers):
         answers = [answer[len(prompt) :] for answer in answers]
     if wrong := [name for name, answer in zip(("chosen", "rejected"), answers, strict=True) if not answer]:
         raise ValueError(f'has nothing in "{wrong[0]}" after the prompt: write an answer, or leave the line out')
+    if not is_given:
+        prompt = _common(*answers)
+        answers = [answer[len(prompt) :] for answer in answers]
     return [read_record({**record, "prompt": prompt, "completion": answer}) for answer in answers]
 
 
 def _common(chosen: Any, rejected: Any) -> Any:
-    """What two lists of messages, or two texts, begin with; of texts up to the last space in it."""
-    number = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
-    number = min(len(chosen), len(rejected)) if number is None else number
-    if isinstance(chosen, str):
-        return chosen[: max(0, chosen.rfind(" ", 0, number))]
-    return chosen[:number]
+    """The prompt that both begin with: messages before the last one of either, or text up to the last space in it.
+
+    Raises ValueError, with the rest of a sentence, if they begin with different ones.
+    """
+    shorter = min(len(chosen), len(rejected))
+    number = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), shorter)
+    is_text = isinstance(chosen, str)
+    stop = max(0, chosen.rfind(" ", 0, number)) if is_text else min(number, shorter - 1)
+    asks = [isinstance(each[stop], dict) and each[stop].get("role") in ASKING for each in (chosen, rejected)]
+    if not (number if is_text else stop) or any(asks):
+        cure = f'write it under "prompt", as {"text" if is_text else "a list of messages"}, or leave the line out'
+        raise ValueError(f'has "chosen" and "rejected" that do not begin with the same prompt: {cure}')
+    return chosen[:stop]
 
 
 def read_prompt(record: Any) -> str | Chat | Completion:

@@ -67,9 +67,15 @@ def rows(samples, indices):
     [
         ({"prompt": "2+2=", "chosen": "4", "rejected": "five"}, ("2+2=4$", "4$"), ("2+2=five$", "five$")),
         ({"chosen": "Q: a A: yes", "rejected": "Q: a A: yet"}, ("Q: a A: yes$", " yes$"), ("Q: a A: yet$", " yet$")),
-        ({"chosen": "yes", "rejected": "no"}, ("yes$", "es$"), ("no$", "o$")),  # nothing predicts a first token
+        # Nothing predicts a first token
+        ({"prompt": "", "chosen": "yes", "rejected": "no"}, ("yes$", "es$"), ("no$", "o$")),
         (
             {"prompt": turns("hi"), "chosen": turns("hi", "A")[1:], "rejected": turns("hi", "B")[1:]},
+            ("[u]hi;[a]A;", "A;"),
+            ("[u]hi;[a]B;", "B;"),
+        ),
+        (
+            {"prompt": turns("hi"), "chosen": turns("hi", "A"), "rejected": turns("hi", "B")},
             ("[u]hi;[a]A;", "A;"),
             ("[u]hi;[a]B;", "B;"),
         ),
@@ -85,8 +91,14 @@ def rows(samples, indices):
             ("[u]x;[a]A;[u]y;[a]B;", "A;B;"),
             ("[u]x;[a]C;", "C;"),
         ),
+        (
+            {"prompt": None, "chosen": turns("x", "A"), "rejected": turns("x", "A", "y", "B")},
+            ("[u]x;[a]A;", "A;"),
+            ("[u]x;[a]A;[u]y;[a]B;", "A;B;"),
+        ),
+        ({"chosen": turns("x", "A"), "rejected": turns("x", "A")}, ("[u]x;[a]A;", "A;"), ("[u]x;[a]A;", "A;")),
     ],
-    ids=["text", "common text", "nothing in common", "prompt", "common messages", "turns"],
+    ids="text|common text|empty prompt|prompt|prompt again|common messages|turns|one begins the other|equal".split("|"),
 )
 def test_a_line_is_two_rows_with_the_loss_on_the_answers(tmp_path, line, chosen, rejected):
     assert rows(datasets(config_of(tmp_path, [line]))["train"], range(2)) == [chosen, rejected]
@@ -134,7 +146,12 @@ def test_a_pair_is_left_out_as_a_whole(tmp_path, too_long, kept):
         ({"messages": turns("a", "b")}, ["chosen", "rejected", "its keys: messages"]),
         ({"prompt": "a", "chosen": "b", "rejected": turns("c")}, ["both text or both lists"]),
         ({"prompt": "a", "chosen": "", "rejected": "c"}, ['nothing in "chosen"', "leave the line out"]),
-        ({"chosen": turns("a", "b"), "rejected": turns("a", "b")}, ['nothing in "chosen"']),
+        ({"prompt": turns("a"), "chosen": turns("a"), "rejected": turns("a", "b")}, ['nothing in "chosen"']),
+        # Prompts that would be left out: beside answers alone, of another form, or under another key
+        ({"prompt": "a", "chosen": turns("a", "b")[1:], "rejected": turns("a", "c")[1:]}, ["same prompt", "list"]),
+        ({"prompt": turns("a"), "chosen": "b c", "rejected": "b d"}, ["that are text", "'role': 'user'", "one form"]),
+        ({"question": "a", "chosen": "b", "rejected": "c"}, ["same prompt", 'under "prompt", as text']),
+        ({"chosen": turns("a", "b", "c", "d"), "rejected": turns("a", "b", "e", "d")}, ["same prompt", "list"]),
         ({"prompt": turns("a"), "chosen": turns("a"), "rejected": turns("b")}, ["no answer of the assistant"]),
         ({"prompt": turns("a"), "chosen": [{"role": "x"}], "rejected": turns("b")}, ["role 'x'"]),
     ],
