@@ -2,12 +2,11 @@
 
 run: {extensions: [docs/examples/reward_model.py]}
 objective: {kind: reward_model}
-
-It is called `score`, as in transformers' AutoModelForSequenceClassification, whose folders are read and written.
 data: {kind: chat, packing: pairs, train: pairs.jsonl, tokenizer: models/sft}
 
-Rows 2i and 2i + 1 of a microbatch are the chosen and the rejected answer with their prompt. `loss_mask` is 1 where the
-target is a token of an answer; the score is read at the last of these tokens.
+The matrix is called `score`, as in transformers' AutoModelForSequenceClassification, whose folders are read and
+written. Rows 2i and 2i + 1 of a microbatch are the chosen and the rejected answer with their prompt. `loss_mask` is 1
+where the target is a token of an answer; the score is read at the last of these tokens.
 """
 
 import jax
