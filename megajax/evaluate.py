@@ -54,7 +54,7 @@ def own_sets(run: str) -> tuple[dict[str, str], str | None]:
     source = find_source(run, "RUN")
     if not isinstance(source, RunSource) or not ((data := source.config().data).valid or data.valid_sets):
         raise InputError(f"RUN={run} names no evaluation data in data.valid or data.valid_sets: give --data PATH.")
-    if data.row_packing == "pairs":
+    if data.reads_pairs:
         problem = f"the evaluation data of RUN={run} are pairs (data.packing=pairs), which only its training evaluates"
         raise InputError(f"{problem}: give texts or chats, --data PATH.")
     sets = data_sets([path for path, _ in sources_of(data.valid or ())])

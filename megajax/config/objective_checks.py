@@ -32,8 +32,8 @@ def check_objective(config: Config) -> None:
 
 def _check_rows(config: Config) -> None:
     """Raise ConfigError if the rows of chats are not the segments that the objective takes together."""
-    together, packing = getattr(OBJECTIVES.get(config.objective.kind), "TOGETHER", None), config.data.row_packing
-    if config.data.kind != "chat" or (packing != "pairs" and together is None):
+    together, pairs = getattr(OBJECTIVES.get(config.objective.kind), "TOGETHER", None), config.data.reads_pairs
+    if config.data.kind != "chat" or (together is None and not pairs):
         return
     reads, keys = format_keys(config, OBJECTIVE), ("data.packing", OBJECTIVE)
     if together is None:
@@ -45,11 +45,11 @@ def _check_rows(config: Config) -> None:
         "model.vision": (config.model.vision, "pictures of pairs are not read yet"),
     }
     for key, (found, reason) in unread.items():
-        if packing == "pairs" and found:
+        if pairs and found:
             problem = f"{format_keys(config, 'data.packing')} cannot be combined with {key}: {reason}"
             fail(config, problem, f"remove {key}", "data.packing", key)
     wanted = {1: "none", 2: "pairs"}.get(together)
-    if packing != wanted:
+    if config.data.row_packing != wanted:
         what = "one conversation in a row" if together == 1 else f"{together} rows together"
         problem = f"{reads} takes {what}, but {format_keys(config, 'data.packing')} does not keep them so"
         cure = (

@@ -350,7 +350,7 @@ def encode_files(
             )
         return template
 
-    pairs = data.row_packing == "pairs"
+    pairs = data.reads_pairs
     # A pair has one text each, so that none is left out for its length before it is tokenised.
     rendering = Rendering(given, (lambda text: None) if pairs else room_for(capacity, tokenizer), images, pairs)
 

@@ -154,8 +154,8 @@ def open_chat(config: "Config", path: str) -> ChatSamples:
     arrays = cached(cache, key, names, build)
     with storage_errors(folder_of(cache, key)):
         _check_fit(arrays[: len(ARRAYS)], length + 1)
-        of_order = config.run.seed, data.order == "shuffled"
-        samples = ChatSamples(path, arrays, length, *of_order, images, packing.method == "pairs")
+        shuffled = data.order == "shuffled"
+        samples = ChatSamples(path, arrays, length, config.run.seed, shuffled, images, data.reads_pairs)
         bad = samples.table and samples.table.left_out
     if bad:
         warn_of_pictures(paths, bad, folder_of(cache, key))

@@ -122,7 +122,7 @@ def _open_blend(
         for source in sources_in(opened):
             _check_size(split, source)
         return opened
-    if len(parts) > 1 and config.data.row_packing == "pairs":
+    if len(parts) > 1 and config.data.reads_pairs:
         reason = f"names {len(parts)} sources, but data.packing=pairs keeps rows beside each other within one"
         raise InputError(f"{reason}: give one file, or a glob such as pairs-*.jsonl.")
     sources = [_open_source(config, split, path, files) for path, _ in parts]

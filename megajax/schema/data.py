@@ -342,6 +342,11 @@ class DataConfig(Section):
         return self.packing or ("first_fit" if self.kind == "chat" else "sequential")
 
     @property
+    def reads_pairs(self) -> bool:
+        """Whether a line of chats has two answers, chosen and rejected, for neighbouring rows."""
+        return self.row_packing == "pairs"
+
+    @property
     def is_remote(self) -> bool:
         """Whether some data is at a URL."""
         later = [stage.train for stage in self.stages or ()]

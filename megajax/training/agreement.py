@@ -74,7 +74,7 @@ def check_order(config: Config, position: Position, saved: int | None, name: str
     grows = samples_before(config, position.step) > position.samples
     cures = ["write the change as batch.schedule"] * grows + ["keep the size"]
     problem, cure = f"{name} was saved with another size of the batch", ", or ".join(cures)
-    if data.row_packing == "pairs" and position.samples % 2:
+    if data.reads_pairs and position.samples % 2:
         where = f"data.packing=pairs ({config.where('data.packing')})"
         reason = f"{name} was saved after {counted(position.samples, 'sample')}, between the two answers of a pair"
         raise InputError(f"{where}: {reason}: choose another run.dir, and set checkpoint.init_from to its weights.")
