@@ -77,6 +77,8 @@ class SettingDifference(NamedTuple):
     def __str__(self) -> str:
         """`key=value, but this run has value`; of two lists of files or sources those that are not in both."""
         key, saved, mine = self
+        if key == "data.tokenizer.pictures.content":
+            return "what the folder of data.tokenizer says of pictures is not what it said at the checkpoint"
         if key.endswith(".content"):
             return f"{key.removesuffix('.content')} has another content than at the checkpoint"
         if key.endswith(".digests"):
@@ -261,6 +263,7 @@ def _data(data: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     keys |= {"digests": "train.digests", "stage_files": "stages.files", "stage_digests": "stages.digests"}
     data |= {name: _of_equal_files(name, data, other) for name in ("digests", "stage_digests") if name in data}
     keys |= {f"{name}_content": f"{name}.content" for name in ("tokenizer", "chat_template")}
+    keys["pictures_content"] = "tokenizer.pictures.content"
     return {keys.get(name, name): value for name, value in data.items() if name in always or name in other}
 
 

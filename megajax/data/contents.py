@@ -26,7 +26,8 @@ def data_contents(config: "Config") -> dict[str, Any]:
     """What the files have at this start that the keys `data` name: they may have changed, or lie elsewhere.
 
     The sizes and hashes of token files, texts and chats, of pieces of all but the chats; `stages` has those of each
-    stage. Hashes of the tokenizer, the chat template and the processor of pictures.
+    stage. Hashes of the tokenizer, the chat template and what the tokenizer's folder
+    says of pictures.
     """
     data, found = config.data, dict[str, Any]()
     if data.kind in ("indexed", "text", "chat"):
@@ -38,7 +39,7 @@ def data_contents(config: "Config") -> dict[str, Any]:
             template = template_of(data)
             found["chat_template_content"] = None if template is None else text_digest(template.sources)
             if (images := open_images(config)) is not None:
-                found["image_processor_content"] = text_digest(images.key)
+                found["pictures_content"] = text_digest(images.files_key)
     return found
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from megajax.data.encoding import BadLines
-from megajax.data.image_processing import ImageProcessor, cut_patches, find_processor, patch_order
+from megajax.data.image_processing import ImageProcessor, cut_patches, default_processor, find_processor, patch_order
 from megajax.data.index_cache import cache_directory
 from megajax.data.model_files import token_texts, tokenizer_config
 from megajax.data.pictures import Picture, PictureError, PictureFiles
@@ -83,6 +83,12 @@ class Images:
         vision = self.vision
         sizes = vision.patch_size, vision.merge, vision.patches_per_row, vision.image_token, vision.class_token
         return [repr(self.processor), list(sizes), [self.text.template, self.text.tokenised]]
+
+    @property
+    def files_key(self) -> list:
+        """What of `key` the tokenizer's folder decides, and not the config; None for a default processor."""
+        own = None if self.processor == default_processor(self.vision) else repr(self.processor)
+        return [own, self.text.template, self.text.tokenised]
 
     def entries(self, sized: SizedPicture) -> int:
         """The picture's entries of a row of patches."""

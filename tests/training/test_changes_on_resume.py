@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import jax
+import numpy as np
 import pytest
 from pydantic import BaseModel
 
@@ -268,6 +269,32 @@ def test_a_tokenizer_and_a_template_are_compared_by_their_content(bases, tmp_pat
         f"data.{name} has another content than at the checkpoint" for name in ("tokenizer", "chat_template")
     ]
     assert [str(each) for each in differences(filled, found(folders[1], **infilling), MUST_AGREE)] == lines[:1]
+
+
+def test_what_the_tokenizers_folder_says_of_pictures_is_compared_by_its_content(tiny, tmp_path):
+    """Not what keys of model.vision decide, which `checkpoint.allow_changes` names themselves."""
+    with np.load(Path(__file__).parents[1] / "data_files/images.npz") as arrays:
+        own = json.loads(arrays["chats"].tobytes())["llava"]["folder"]
+    for name, content in own.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    (tmp_path / "chats.jsonl").write_text("")
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    processor = tmp_path / "preprocessor_config.json"
+
+    def found(patches):
+        data = (f"data.{key}={value}" for key, value in (("tokenizer", tmp_path), ("train", tmp_path / "chats.jsonl")))
+        sizes = f"{{image_token: 258, num_layers: 1, hidden_size: 16, num_heads: 2, patches_per_row: {patches}}}"
+        config = load_config(tiny, ["data.kind=chat", *data, f"model.vision={sizes}", "model.vocab_size=264"])
+        return compared_settings(config, 1, data_contents(config))
+
+    for folder in ("with a processor", "without one"):
+        if folder == "without one":
+            processor.unlink()
+        saved = found(256)
+        assert [each.key for each in differences(saved, found(512), MUST_AGREE)] == ["model.vision.patches_per_row"]
+    processor.write_text(json.dumps(own[processor.name] | {"image_mean": [0.1, 0.2, 0.3]}))
+    (changed_folder,) = differences(saved, found(256), MUST_AGREE)
+    assert changed_folder.key.startswith("data.tokenizer.")  # so that allow_changes: [data.tokenizer] lets it through
 
 
 @pytest.mark.parametrize("of", ["train", "stages"])
