@@ -35,6 +35,7 @@ AROUND = {  # role of a message: those before and after it in a chat that templa
     "tool": ([ASKED, CALLED], []),
 }
 END_OF_MARK = re.compile(r"{%[-+]?\s*endgeneration\s*[-+]?%}")
+DIFFERENT = 1024  # of these many answers to "does the template read this form?" a template keeps the last
 TOOL_USE = "tool_use"  # the name of a folder's template for chats with tools, beside "default"
 
 
@@ -131,9 +132,11 @@ class Template:
 
         With the form "image" whether it writes both texts and `image` in their place.
 
-        One that knows only text fails, drops the value, or prints it as Python does. A small chat shows which.
+        One that knows only text fails, drops the value, or prints it as Python does. A small chat shows which, with
+        the arguments of the chat: some templates write messages otherwise beside tools or documents.
         """
-        if (found := self._read_forms.get((compiled, role, form))) is None:
+        key = compiled, role, form, pickle.dumps(more)
+        if (found := self._read_forms.get(key)) is None:
             texts = [{"type": "text", "text": each} for each in PROBES]
             content = (
                 texts if form is list else [{"type": "image"}, *texts] if form == "image" else dict.fromkeys(PROBES, 1)
@@ -148,11 +151,13 @@ class Template:
             printed = any(f"{quote}{PROBES[0]}{quote}" in text for quote in quotes)
             wanted = [*PROBES, self.image] if form == "image" else PROBES
             found = not printed and all(each in text for each in wanted)
-            self._read_forms[compiled, role, form] = found
+            if len(self._read_forms) >= DIFFERENT:
+                self._read_forms.clear()
+            self._read_forms[key] = found
         return found
 
     @cached_property
-    def _read_forms(self) -> dict[tuple[Any, str, type | str], bool]:
+    def _read_forms(self) -> dict[tuple[Any, str, type | str, bytes], bool]:
         return {}
 
 

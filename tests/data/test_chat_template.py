@@ -133,6 +133,17 @@ def test_parts_of_content_are_joined_unless_the_template_reads_them(content, rol
         assert template_of(only).render(chat) == "".join(expected[each] for each in order)
 
 
+def test_the_form_of_content_is_found_with_each_chats_own_arguments():
+    """A template that reads parts only beside tools, in either order of the chats."""
+    parts = "{% for p in m.content %}[{{ p.text }}]{% endfor %}"
+    source = "{% for m in messages %}{% if tools %}" + parts + "{% else %}{{ 'A' + m.content }}{% endif %}{% endfor %}"
+    chat = [{"role": "user", "content": [{"type": "text", "text": text} for text in "xy"]}]
+    for order in (1, -1):
+        template = template_of(source)
+        for tools, text in ((None, "Ax\ny"), ([{"name": "f"}], "[x][y]"))[::order]:
+            assert template.render(chat, tools=tools) == text
+
+
 def test_parts_with_a_picture_are_joined_unless_the_template_writes_it_too():
     for written, pictured in (("", "[i]\nab \ncd"), ("{% if p.type == 'image' %}[i]{% endif %}", "[i]abcd")):
         content = LOOKS.replace("{{ p.text", written + "{{ p.text") + "{% endif %}"
