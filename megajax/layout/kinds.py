@@ -15,7 +15,6 @@ CROSS_ATTENTION = "cross_attention"
 DECODER = "decoder"  # the layers of a model with an encoder of layers
 ENCODER = "encoder"  # its stream
 IMAGES = "images"  # the stream of a vision tower: image embeddings
-LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # keys of latent attention
 EXTRA = (MODULES,)  # the registered layers after the model's; a model has those of one kind at most
 
 

@@ -57,6 +57,7 @@ def sentence(capsys, *arguments: str) -> str:
     [
         ("A='x y'\np.py --micro-batch-size $A \"$A\" '$A'", [], ["x", "y", "x y", "$A"]),
         ("p.py --micro-batch-size x$'a b'c \"$'a b'\" $''", [], ["xa bc", "$'a b'", ""]),
+        ("A=$'it\\'s' B=2\np.py --micro-batch-size $B", [], ["2"]),
         (
             "A=(a 'b c' d)\nA+=(e)\np.py --micro-batch-size ${A[1]} ${#A[@]} \"${A[@]}\"",
             [],
@@ -647,11 +648,13 @@ def test_yaml_of_megatrons_tests_and_of_its_config(place, monkeypatch):
         " gated_linear_unit: True, init_method: null}\nmodel_parallel: {bf16: True}\nseq_length: 32\nmock_data: True\n"
         "max_position_embeddings: 32\nmicro_batch_size: 1\ntrain_iters: 4\nlr: 1e-3\nvocab_size: 512\n"
     )
-    (place / "train.sh").write_text("torchrun --nproc_per_node 1 pretrain_gpt.py --yaml-cfg gpt.yaml --seed 5")
+    (place / "train.sh").write_text(
+        "torchrun --nproc_per_node 1 pretrain_gpt.py --yaml-cfg gpt.yaml --seed 5 --save-interval 2 --save gpt.yaml"
+    )
     given, world = read(["train.sh"])
     found = yaml.safe_load(translate(given, world)[0])
     assert found["model"]["num_kv_heads"] == 2 and found["model"]["num_experts"] == 4
-    assert found["model"]["norm_epsilon"] == 1e-6 and found["run"]["seed"] == 5
+    assert found["model"]["norm_epsilon"] == 1e-6 and found["run"]["seed"] == 5 and found["run"]["dir"] == "gpt.yaml"
     (place / "gpt.yaml").write_text((place / "gpt.yaml").read_text().replace("swiglu", "gelu"))
     assert yaml.safe_load(translate(read(["gpt.yaml"])[0], 1)[0])["model"]["activation"] == "gelu_exact"
     (place / "gpt.yaml").write_text("language_model: {num_leyers: 2}\n")

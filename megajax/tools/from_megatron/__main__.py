@@ -108,11 +108,10 @@ def read(line: list[str]) -> tuple[Arguments, int | None]:
     for sentence in found.warnings:
         warnings.warn(sentence, stacklevel=2)
     words = found.words
-    if file := next((words[i + 1] for i, word in enumerate(words[:-1]) if word == "--yaml-cfg"), None):
-        path = Path(found.values.known(file, "--yaml-cfg"))
-        given = megatron.from_yaml(path)
-        rest = [word for word in words if word not in ("--yaml-cfg", file)]
-        more = megatron.from_words(rest, found.values, found.location)
+    if "--yaml-cfg" in words[:-1]:
+        at = words.index("--yaml-cfg")
+        given = megatron.from_yaml(Path(found.values.known(words[at + 1], "--yaml-cfg")))
+        more = megatron.from_words(words[:at] + words[at + 2 :], found.values, found.location)
         return _with(given, more), found.world
     return megatron.from_words(words, found.values, found.location), found.world
 

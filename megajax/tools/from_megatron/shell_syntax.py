@@ -226,8 +226,11 @@ class _Lexer:
             self.at += 1
             self._balanced(text[at + 1], depth)
         elif character == "$" and text[at + 1 : at + 2] == "'":
-            self.at += 1
-            self._until("'")
+            closed = re.compile(r"(?:\\.|[^'\\])*'", re.DOTALL).match(text, at + 2)
+            if closed is None:
+                raise self.fail("the quote $' is not closed", self.line)
+            self.line += text.count("\n", at, closed.end())
+            self.at = closed.end()
         else:
             self.line += character == "\n"
             self.at += 1
