@@ -6,8 +6,10 @@ them.
 
 import filecmp
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from megajax.config import Config
 from megajax.data.image_processing import default_file
@@ -38,6 +40,22 @@ TOKENIZER_FILES = (
 TOKENS = ("bos_token", "eos_token", "pad_token")
 
 
+class Beside(NamedTuple):
+    """What a written folder gets from a run besides its weights.
+
+    Contents of files by name; keys of config.json that depend on the run; the model_type of the language model, and the
+    names of a classifier's classes (`id2label`), in the folder that the run started from.
+    """
+
+    files: Mapping[str, bytes] = MappingProxyType({})
+    keys: Mapping[str, Any] = MappingProxyType({})
+    origin: str | None = None
+    labels: Any = None
+
+
+NOTHING = Beside()
+
+
 @file_reader("source")
 def keep(source: Path, run_dir: Path) -> None:
     """Copy the files beside the weights in `source`, a Hugging Face folder or a run's directory, to a run's directory.
@@ -58,11 +76,6 @@ def origin(run_dir: Path) -> str | None:
     return (config.get("text_config") or config).get("model_type")
 
 
-def labels(run_dir: Path) -> Any:
-    """The names of a classifier's classes in the folder that a run started from, as `id2label` has them."""
-    return read_json(run_dir / KEPT_CONFIG).get("id2label")
-
-
 def is_its_tokenizer(source: Path, spec: str | None) -> bool:
     """Whether `data.tokenizer=spec` is the tokenizer beside the weights in `source`; true for null (token ids only)."""
     if spec is None:
@@ -74,11 +87,8 @@ def is_its_tokenizer(source: Path, spec: str | None) -> bool:
     return any(filecmp.cmp(path, given, shallow=False) for path in files)
 
 
-def collect(run_dir: Path, config: Config) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """(contents of the files beside an exported model by name, the keys of its config.json that depend on the run).
-
-    Raises InputError for a file in the run's directory that is damaged.
-    """
+def collect(run_dir: Path, config: Config) -> Beside:
+    """What a folder of a run's weights gets. Raises InputError for a file in the run's directory that is damaged."""
     files = {name: (run_dir / name).read_bytes() for name in TOKENIZER_FILES if (run_dir / name).is_file()}
     if config.model.vision is not None and not files.keys() & set(PROCESSOR_FILES):
         files[PROCESSOR_FILES[0]] = (json.dumps(default_file(config.model.vision), indent=2) + "\n").encode()
@@ -92,7 +102,7 @@ def collect(run_dir: Path, config: Config) -> tuple[dict[str, bytes], dict[str, 
     if config.model.position != "learned":
         longest = _kept(run_dir).get("max_position_embeddings", 0)
         keys["max_position_embeddings"] = max(longest, config.batch.sequence_length)
-    return files, keys
+    return Beside(files, keys, origin(run_dir), read_json(run_dir / KEPT_CONFIG).get("id2label"))
 
 
 def token_ids(run_dir: Path, config: Config) -> dict[str, Any]:

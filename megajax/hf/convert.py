@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from megajax.config import ModelConfig
 from megajax.console import command
 from megajax.errors import ConfigError, InputError, file_reader, shown
 from megajax.files import is_number
+from megajax.hf.beside import NOTHING, Beside
 from megajax.hf.classifiers import SCORE, classifier_keys, with_own_head
 from megajax.hf.deepseek import DeepseekV2, DeepseekV3, KimiK2
 from megajax.hf.families import Gemma2, Gemma3Text, Nemotron, Olmo2, Phi3, SmolLm3
@@ -262,27 +262,24 @@ def export(
     model: ModelConfig,
     folder: Path,
     form: StoredForm,
-    extra: Mapping[str, Any],
-    files: Mapping[str, bytes] = MappingProxyType({}),
-    origin: str | None = None,
-    labels: Any = None,
+    beside: Beside = NOTHING,
 ) -> None:
     """Write the parameters and the layers' state `weights`, canonical arrays read layer by layer, as a folder.
 
-    `extra` are further keys of config.json, `files` the contents of further files; `origin` is as in `family_for`, and
-    `labels` as in `classifier_keys`. Raises InputError if no family fits, or if the folder cannot be written.
+    Raises InputError if no family fits, or if the folder cannot be written.
     """
-    family, dtype = family_for(model, origin), form.dtype
-    config = {"pad_token_id": None, **extra, **family.write(model)}
+    family, dtype = family_for(model, beside.origin), form.dtype
+    config = {"pad_token_id": None, **beside.keys, **family.write(model)}
     if "text_config" in config:
-        config["text_config"] = {"pad_token_id": None, **extra, **config["text_config"]}
+        config["text_config"] = {"pad_token_id": None, **beside.keys, **config["text_config"]}
     config |= {"dtype": dtype, "torch_dtype": dtype}
     entries = with_own_head(_entries(family, model), weights, family.model_type)
     if SCORE in entries:
-        config |= classifier_keys(family.model_type, weights[SCORE.ours].shape[-1], labels)
+        config |= classifier_keys(family.model_type, weights[SCORE.ours].shape[-1], beside.labels)
     quantised = _quantised(form, family, model, entries)
     config |= quantised.settings
-    write_folder(folder, config, quantised.stored(stream(weights, model, dtype, origin, quantised.names)), files)
+    tensors = quantised.stored(stream(weights, model, dtype, beside.origin, quantised.names))
+    write_folder(folder, config, tensors, beside.files)
 
 
 def check_export(model: ModelConfig, weights: Collection[str], quantisation: str) -> None:

@@ -26,7 +26,7 @@ def export_step(
     InputError for a model that no family has, a damaged file, and a folder that exists or cannot be written; nothing
     remains then.
     """
-    files, keys = beside.collect(run_dir, config)
+    found = beside.collect(run_dir, config)
     form = StoredForm(dtype, quantisation)
     if QUANTISATIONS[quantisation].needs_history:
         if not config.precision.fp8.chosen.keeps_history:
@@ -38,4 +38,4 @@ def export_step(
         stored = open_weights(run_dir / SUBDIRECTORY / str(step), f"{FP8}.")
         form = form._replace(history={name: np.asarray(array[...]) for name, array in stored.items()})
     with open_merged(run_dir, step, config) as weights:
-        export(weights, config.model, folder, form, keys, files, beside.origin(run_dir), beside.labels(run_dir))
+        export(weights, config.model, folder, form, found)

@@ -158,7 +158,7 @@ def test_exports_and_runs_keep_the_tokens(family):
         assert getattr(kept, name) == getattr(tokenizer, name), name
     for kind in ("text", "chat"):
         config = config_of(folder, [], kind=kind)
-        _, keys = beside.collect(run, config)
+        keys = beside.collect(run, config).keys
         ends = [expected["end"]] if kind == "text" else stop_tokens(run, kept, expected["end"], {})  # no config is kept
         assert np.atleast_1d(keys["eos_token_id"]).tolist() == list(ends)
         assert keys["bos_token_id"] == expected["begin"]
@@ -175,7 +175,7 @@ def test_an_export_names_no_token_beyond_the_vocabulary(tmp_path, vocab_size, en
     """Token files of 64 ids have a model of 64, though their tokenizer has an end of its own."""
     config = config_of(tmp_path / "none", [], tokenizer="null:64")
     config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocab_size})})
-    assert beside.collect(tmp_path, config)[1]["eos_token_id"] == end
+    assert beside.collect(tmp_path, config).keys["eos_token_id"] == end
 
 
 def test_a_setting_wins_over_the_folder(tmp_path):
@@ -266,7 +266,7 @@ def test_every_file_beside_a_tokenizer_is_kept_exported_and_decides_what_is_read
     beside.keep(source, run)
     found = own | OF_TOKENIZERS | OF_MODELS | {"generation_config.json", "hf_config.json"}
     assert {path.name for path in run.iterdir()} == found
-    files, _ = beside.collect(run, config_of(source, [], kind="text"))
+    files = beside.collect(run, config_of(source, [], kind="text")).files
     assert files.keys() == found - {"hf_config.json"}
 
 
@@ -332,15 +332,15 @@ def test_a_base_model_tuned_on_chats_stops_where_they_do(tmp_path):
     assert (model.stop_tokens, model.begin_token, model.prefix_token) == ((258, 261), 257, 257)
     assert model.encode("a") == [257, 64] and model.encode("<|begin_of_text|>a") == [257, 64]
     assert model.encode("a", special_tokens=False) == [64]
-    files, keys = beside.collect(tmp_path / "run", config)
+    files, keys, *_ = beside.collect(tmp_path / "run", config)
     assert keys["eos_token_id"] == json.loads(files["generation_config.json"])["eos_token_id"] == [258, 261]
     assert files["chat_template.jinja"] == template.read_bytes()
     # A folder keeps its own settings for generation, with the new end.
     (tmp_path / "run/generation_config.json").write_text('{"eos_token_id": 258, "top_k": 5}')
-    files, keys = beside.collect(tmp_path / "run", config)
+    files, keys, *_ = beside.collect(tmp_path / "run", config)
     assert json.loads(files["generation_config.json"]).items() >= {"eos_token_id": [258, 261], "top_k": 5}.items()
     (tmp_path / "run/generation_config.json").write_text('{"eos_token_id": [261, 258]}\n')
-    files, keys = beside.collect(tmp_path / "run", config)
+    files, keys, *_ = beside.collect(tmp_path / "run", config)
     assert files["generation_config.json"] == b'{"eos_token_id": [261, 258]}\n'
 
 

@@ -18,6 +18,7 @@ from megajax.config.checks import check_mesh
 from megajax.config.extensions import import_extensions
 from megajax.errors import InputError
 from megajax.hf.__main__ import main
+from megajax.hf.beside import Beside
 from megajax.hf.convert import export, family_for, open_readers, read_model, their_tensors
 from megajax.hf.folder import INDEX, SINGLE, FolderTensors, text_names, write_folder
 from megajax.hf.gpt_oss import GptOss
@@ -214,7 +215,7 @@ def test_an_exported_folder_has_the_tensors_of_transformers(unpack, tmp_path, na
     }
     theirs, ours = (where / "config.json" for where in (folder, tmp_path / "out"))
     theirs = json.loads(theirs.read_text())
-    export(padded, model, tmp_path / "out", StoredForm("float32"), {}, origin=theirs["model_type"])
+    export(padded, model, tmp_path / "out", StoredForm("float32"), Beside(origin=theirs["model_type"]))
     written = load_file(folder / SINGLE)  # Kimi Linear's MLPs under another name than the published one
     expected = {name: written[theirs] for name, theirs in text_names(written, folder).items()}
     assert not (tmp_path / "out" / INDEX).exists()  # one file, as in transformers

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from megajax.checkpoint.description import describe_model
 from megajax.config import ModelConfig, load_config
 from megajax.errors import InputError
+from megajax.hf.beside import Beside
 from megajax.hf.convert import export, family_for, load, longest, read_folder, read_model
 from megajax.hf.folder import SINGLE
 from megajax.hf.kimi_linear import KimiLinear
@@ -437,7 +438,7 @@ def test_the_module_of_qwen3_next_and_5_is_under_its_published_names(tmp_path, f
     model, rng = ModelConfig.model_validate(section), np.random.default_rng(0)
     shapes = {name: p.shape for name, p in parameters(Transformer(model)).items()}
     weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    export(weights, model, tmp_path / "out", StoredForm("float32"), {}, origin=family)
+    export(weights, model, tmp_path / "out", StoredForm("float32"), Beside(origin=family))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == family
     tensors, D = load_file(tmp_path / "out" / SINGLE), model.hidden_size
     own = {name: array for name, array in tensors.items() if name.startswith("mtp.")}

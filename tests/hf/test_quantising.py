@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from megajax.config import ModelConfig
 from megajax.errors import InputError
+from megajax.hf.beside import Beside
 from megajax.hf.convert import export, open_readers, read_folder, read_model
 from megajax.hf.folder import SINGLE, FolderTensors
 from megajax.hf.quantising import Mxfp4Experts, StoredForm, in_mxfp4, largest_to, power_of_two_scale
@@ -105,8 +106,10 @@ def test_linear_layers_are_in_fp8_and_are_read_back(unpack, tmp_path, name, kind
     if kind == "fp8_tensor":  # one layer has no history
         amax["mlp.down.input"][0] = 0
         in_bf16 = {"model.layers.0.mlp.down_proj.weight"}
-    export(weights, model, tmp_path / "plain", StoredForm("float32"), {}, origin=origin)
-    export(weights, model, out, StoredForm("bfloat16", kind, amax if kind == "fp8_tensor" else None), {}, origin=origin)
+    export(weights, model, tmp_path / "plain", StoredForm("float32"), Beside(origin=origin))
+    export(
+        weights, model, out, StoredForm("bfloat16", kind, amax if kind == "fp8_tensor" else None), Beside(origin=origin)
+    )
     found, plain, config = written(out), FolderTensors(tmp_path / "plain"), read_folder(out)[2]["quantization_config"]
     suffix = "_scale_inv" if kind == "fp8_block" else "_scale"
     quantised = [n for n in found if n + suffix in found]
@@ -155,13 +158,13 @@ def test_linear_layers_are_in_fp8_and_are_read_back(unpack, tmp_path, name, kind
 )
 def test_engines_find_each_module_that_is_not_quantised(unpack, tmp_path, name, module):
     model, weights = weights_of(unpack(name))
-    export(weights, model, tmp_path / "out", StoredForm("float32", "fp8_channel"), {})
+    export(weights, model, tmp_path / "out", StoredForm("float32", "fp8_channel"))
     assert module in read_folder(tmp_path / "out")[2]["quantization_config"]["ignore"]
 
 
 def test_experts_of_gpt_oss_are_in_mxfp4_and_stay_what_they_are(unpack, tmp_path):
     model, weights = weights_of(unpack("tiny_gpt_oss"))
-    export(weights, model, tmp_path / "first", StoredForm("float32", "mxfp4"), {})
+    export(weights, model, tmp_path / "first", StoredForm("float32", "mxfp4"))
     found, config = written(tmp_path / "first"), read_folder(tmp_path / "first")[2]["quantization_config"]
     assert config["quant_method"] == "mxfp4" and "model.layers.0.self_attn.q_proj" in config["modules_to_not_convert"]
     assert sum(n.endswith("_blocks") for n in found) == 2 * model.num_layers
@@ -172,7 +175,7 @@ def test_experts_of_gpt_oss_are_in_mxfp4_and_stay_what_they_are(unpack, tmp_path
             np.testing.assert_array_equal(again[name], w)
     exact, ours = logits_of(model, weights, again)
     assert 1e-3 < np.linalg.norm(ours - exact) / np.linalg.norm(exact) < 0.2
-    export(again, model, tmp_path / "second", StoredForm("float32", "mxfp4"), {})  # no number changes again
+    export(again, model, tmp_path / "second", StoredForm("float32", "mxfp4"))  # no number changes again
     for name, w in weights_of(tmp_path / "second")[1].items():
         np.testing.assert_array_equal(w, again[name])
 
@@ -224,7 +227,7 @@ def test_a_model_that_a_format_does_not_have_is_refused(unpack, tmp_path, name, 
     model, weights = weights_of(unpack(name))
     origin = json.loads((unpack(name) / "config.json").read_text())["model_type"]
     with pytest.raises(InputError) as error:
-        export(weights, model, tmp_path / "out", StoredForm("float32", kind), {}, origin=origin)
+        export(weights, model, tmp_path / "out", StoredForm("float32", kind), Beside(origin=origin))
     assert sentence in str(error.value) and not (tmp_path / "out").exists()
 
 

@@ -74,7 +74,7 @@ def test_a_folder_is_read_and_written_as_it_was(unpack, weights, tmp_path, name)
     expected = json.loads(str(np.load(FILES / f"{name}.npz")["model"])) | {"vocab_multiple": 2}
     expected["encoder"]["sequence_length"] = 512  # transformers' file does not have it
     assert model == ModelConfig.model_validate(expected)
-    export(own, model, tmp_path / "out", StoredForm("float32"), {})
+    export(own, model, tmp_path / "out", StoredForm("float32"))
     theirs, ours = (load_file(folder / "model.safetensors") for folder in (unpack(name), tmp_path / "out"))
     assert theirs.keys() == ours.keys() and all((theirs[n] == ours[n]).all() for n in theirs)
     assert read_model(tmp_path / "out") == read_model(unpack(name))

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from megajax.config import ModelConfig, load_config
 from megajax.errors import InputError
+from megajax.hf.beside import Beside
 from megajax.hf.convert import (
     FAMILIES,
     export,
@@ -136,7 +137,7 @@ def test_a_folder_is_read_and_written_as_it_was(unpack, tmp_path, name):
     model = model_of(unpack(name))
     weights = read(unpack(name), model)
     of_run = {"bos_token_id": 5, "eos_token_id": [6, 7], "max_position_embeddings": 89}
-    export(jax.device_get(weights), model, tmp_path, StoredForm("float32"), of_run)
+    export(jax.device_get(weights), model, tmp_path, StoredForm("float32"), Beside(keys=of_run))
     theirs, ours = (load_file(folder / "model.safetensors") for folder in (unpack(name), tmp_path))
     named = {published(name, tensor): array for tensor, array in theirs.items()}
     assert ours.keys() <= named.keys() and all((named[tensor] == ours[tensor]).all() for tensor in ours)

@@ -235,7 +235,7 @@ def test_qwen3_next_drafts_with_its_module(references, folder_of, tmp_path):
     published = {n: w for n, w in weights.items() if not n.startswith("blocks.mtp.")}
     wanted = {n: jax.ShapeDtypeStruct(w.shape, np.float32, sharding=device) for n, w in published.items()}
     own, _ = load(folder, wanted, {}, model.model_copy(update={"mtp_layers": 0}), "folder")
-    export({n: np.asarray(w) for n, w in (weights | own).items()}, model, tmp_path, StoredForm("float32"), {})
+    export({n: np.asarray(w) for n, w in (weights | own).items()}, model, tmp_path, StoredForm("float32"))
     generator = Generator(megajax.from_hf(tmp_path, speculate=2), Sampling(temperature=0))
     assert [*generator.tokens(expected["prompts"], 50)][-1] == expected["tokens"]
     steps, accepted = generator.verified
