@@ -23,7 +23,7 @@ ALIASES: dict[str, dict[str, str]] = {
     "nemotron_h": {"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"},
     "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     "kimi_linear": {
-        "max_position_embeddings": "model_max_length",
+        "model_max_length": "max_position_embeddings",
         "norm_topk_prob": "moe_renormalize",
         "n_group": "num_expert_group",
         "num_local_experts": "num_experts",
@@ -45,8 +45,7 @@ def _sizes(layers: int, width: int, heads: int, ffn: int, vocabulary: int, posit
 
 
 def _tower(layers: int, width: int, heads: int, ffn: int) -> Json:
-    sizes = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads, "intermediate_size": ffn}
-    return sizes | {"num_channels": 3}
+    return {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads, "intermediate_size": ffn}
 
 
 LLAMA: Json = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 1e4}
@@ -101,7 +100,7 @@ BAMBA |= {"num_key_value_heads": 8, "rms_norm_eps": 1e-5}
 
 DEFAULTS: dict[str, Json] = {
     "t5": {
-        **{"vocab_size": 32_128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_decoder_layers": None},
+        **{"vocab_size": 32_128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6},
         **{"num_heads": 8, "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128},
         **{"layer_norm_epsilon": 1e-6, "feed_forward_proj": "relu", "tie_word_embeddings": True},
     },
@@ -135,8 +134,7 @@ DEFAULTS: dict[str, Json] = {
     "gemma3_text": GEMMA2
     | {"vocab_size": 262_208, "max_position_embeddings": 131_072, "rope_theta": 1e6, "sliding_window_pattern": 6}
     | {"final_logit_softcapping": None, "attn_logit_softcapping": None},
-    "llava": {"image_token_index": 32_000, "vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
-    | {"projector_hidden_act": "gelu", "multimodal_projector_bias": True},
+    "llava": {"image_token_index": 32_000, "vision_feature_layer": -2, "vision_feature_select_strategy": "default"},
     "gemma3": {"image_token_index": 262_144, "mm_tokens_per_image": 256},
     "qwen2_vl": {"image_token_id": 151_655},
     "qwen2_vl_text": QWEN2_VL_TEXT,
@@ -153,14 +151,13 @@ DEFAULTS: dict[str, Json] = {
     "siglip_vision_model": _tower(12, 768, 12, 3072)
     | {"image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
     "qwen2_vl_vision": {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4, "num_heads": 16}
-    | {"hidden_act": "quick_gelu", "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2}
-    | {"in_channels": 3},
+    | {"hidden_act": "quick_gelu", "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2},
     "qwen2_5_vl_vision": {"depth": 32, "hidden_size": 3584, "num_heads": 16, "intermediate_size": 3420}
     | {"hidden_act": "silu", "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "window_size": 112}
-    | {"fullatt_block_indexes": [7, 15, 23, 31], "in_channels": 3},
+    | {"fullatt_block_indexes": [7, 15, 23, 31]},
     "qwen3_vl_vision": {"depth": 27, "hidden_size": 1152, "num_heads": 16, "intermediate_size": 4304}
     | {"hidden_act": "gelu_pytorch_tanh", "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2}
-    | {"num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24], "in_channels": 3},
+    | {"num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24]},
     "phi3": LLAMA
     | _sizes(32, 3072, 32, 8192, 32_064, 4096)
     | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
@@ -201,7 +198,7 @@ DEFAULTS: dict[str, Json] = {
     "kimi_linear": LLAMA
     | LATENT
     | _sizes(27, 2304, 32, 9216, 163_840, 1_048_576)
-    | {"q_lora_rank": None, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "model_max_length": 1_048_576}
+    | {"q_lora_rank": None, "num_key_value_heads": 32, "rms_norm_eps": 1e-5}
     | {"num_experts": 256, "num_experts_per_token": 8, "moe_intermediate_size": 1024, "num_shared_experts": 1}
     | {"first_k_dense_replace": 1, "num_expert_group": 1, "topk_group": 1, "moe_renormalize": True}
     | {"routed_scaling_factor": 2.446, "linear_num_heads": 32, "linear_head_dim": 128, "linear_conv_kernel_dim": 4},

@@ -28,11 +28,7 @@ TYPES: dict[type, tuple[str, ...]] = {
         "decoder_sparse_step",
         "full_attention_interval",
         "global_attn_every_n_layers",
-        "linear_conv_kernel_dim",
-        "linear_head_dim",
-        "linear_num_heads",
         "local_attention",
-        "mamba_d_ssm",
         "mamba_expand",
         "mamba_n_heads",
         "max_position_embeddings",
@@ -50,8 +46,6 @@ TYPES: dict[type, tuple[str, ...]] = {
         "hidden_activation",
         "hybrid_override_pattern",
         "mlp_hidden_act",
-        "scoring_func",
-        "topk_method",
     ),
 }
 # Of `vision_config`

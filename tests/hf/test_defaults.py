@@ -8,7 +8,8 @@ import pytest
 
 from megajax.config import ModelConfig
 from megajax.errors import InputError
-from megajax.hf.convert import FAMILIES, read_model
+from megajax.hf.convert import FAMILIES, longest, read_folder, read_model
+from megajax.layout.kinds import layer_kinds
 
 FILES = Path(__file__).parents[1] / "data_files"
 GOLDEN = json.loads((FILES / "hf_defaults.json").read_text())
@@ -175,6 +176,39 @@ def test_absent_keys_of_models_with_two_stacks_have_the_values_of_transformers(t
                 value = part.pop(key)
                 assert model_of(tmp_path, written) == expected, key
                 part[key] = value
+
+
+def test_keys_of_a_window_that_tiny_models_cannot_show_have_the_values_of_transformers(tmp_path):
+    """Those of Qwen2Config, Qwen3Config, Qwen2VLTextConfig and Qwen3MoeConfig; no window is read of Qwen3-VL."""
+    window = {"use_sliding_window": True, "num_hidden_layers": 90}
+    whole = {"text_config": window, "vision_config": {"hidden_size": 8192, "out_hidden_size": 8192}}
+    for family, first in (("qwen2", 28), ("qwen3", 28), ("qwen2_vl", 80), ("qwen2_5_vl", 80)):
+        given = {"model_type": family} | (whole if first == 80 else window)
+        model = model_of(tmp_path, given)
+        assert model is not None and model.sliding_window == 4096
+        assert [kind.window for kind in layer_kinds(model)] == [None] * first + [4096] * (90 - first)
+    everywhere = model_of(tmp_path, window | {"model_type": "qwen3_moe", "max_window_layers": 0})
+    assert everywhere is not None and everywhere.sliding_window == 4096
+
+
+def test_llava_with_siglip_needs_a_strategy_since_the_default_drops_a_class_token_that_it_lacks(tmp_path):
+    siglip = {"model_type": "llava", "text_config": {}, "vision_config": {"model_type": "siglip_vision_model"}}
+    assert model_of(tmp_path, siglip) is None
+    assert model_of(tmp_path, siglip | {"vision_feature_select_strategy": "full"}) is not None
+
+
+@pytest.mark.parametrize("family", GOLDEN)
+def test_the_longest_sequence_of_a_folder_is_what_transformers_reads(tmp_path, family):
+    default = GOLDEN[family]["default"]
+    of_file = {key for key in default if key in ("max_position_embeddings", "model_max_length", "n_positions")}
+    for given in ({}, *({key: 777} for key in of_file)):
+        config = {"model_type": family} | given
+        config |= {"num_experts_per_tok": 6} if family == "deepseek_v2" else {}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        _, section, whole = read_folder(tmp_path)
+        assert longest(section, whole) == max(
+            given.values(), default=max((default[key] for key in of_file), default=2048)
+        )
 
 
 def test_qwen3_moe_with_a_window_has_it_from_the_28th_layer_on_unless_the_file_says_otherwise(tmp_path):

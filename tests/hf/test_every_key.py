@@ -158,15 +158,19 @@ def test_a_wrong_value_in_rope_parameters_is_a_sentence_with_its_key(path, tmp_p
             rope[key] = value
 
 
+NEWER = {"layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers"}  # they decide what older keys did
+PUBLISHED = ("linear_attn_config", "rope_scaling")  # keys of published files that none of these has
+
+
 @pytest.mark.parametrize("path", FOLDERS, ids=lambda path: path.stem)
 def test_a_value_of_another_type_is_a_sentence_under_every_key(path, tmp_path):
     with zipfile.ZipFile(path) as archive:
         config = json.loads(archive.read("config.json"))
     refused, accepted = set(), set()
-    older = {key: value for key, value in config.items() if key != "layer_types"}  # it decides what older keys did
-    known = {**DEFAULTS[config["model_type"]], **config}
+    older = {key: value for key, value in config.items() if key not in NEWER}
+    known = {**DEFAULTS[config["model_type"]], **config, **dict.fromkeys(PUBLISHED)}
     for key in known:
-        for wrong in ("x", [], {"a": "x"}, -3):
+        for wrong in ("x", [], {"a": "x"}, -3, *([3.5] if type(known[key]) is int else [])):
             (tmp_path / "config.json").write_text(json.dumps((config if key in config else older) | {key: wrong}))
             try:
                 read_model(tmp_path)
@@ -180,3 +184,22 @@ def test_a_value_of_another_type_is_a_sentence_under_every_key(path, tmp_path):
     numbers = {key for key, value in config.items() if type(value) in (int, float)}
     free = " ".join([*MAY_CHANGE.values(), OF_FAMILY.get(path.stem, "")]).split()
     assert accepted & numbers <= {*free}, "a number that decides the model must be one"
+
+
+@pytest.mark.parametrize("path", sorted(FILES.glob("images_*.zip")), ids=lambda path: path.stem)
+def test_a_value_of_another_type_is_a_sentence_under_every_key_of_a_model_that_reads_images(path, tmp_path):
+    with zipfile.ZipFile(path) as archive:
+        config = json.loads(archive.read("config.json"))
+    tower = config["vision_config"]
+    of_whole = {**DEFAULTS[config["model_type"]], **dict.fromkeys(("text_config", "vision_config"))}
+    for part, place, keys in ((config, "", of_whole), (tower, "vision_config.", DEFAULTS[tower["model_type"]])):
+        for key in keys:
+            value = part.get(key, keys[key])
+            refused = [wrong for wrong in ("x", [2.5], {"a": "x"}, 2.5) if type(wrong) is not type(value)]
+            for wrong in (*refused, *([] if key == "vision_feature_layer" else [-3])):
+                part[key] = wrong
+                (tmp_path / "config.json").write_text(json.dumps(config))
+                with pytest.raises(InputError, match=rf"{place}{key}(\..*)?=") as error:
+                    read_model(tmp_path)
+                assert "damaged" not in str(error.value)
+            part[key] = value
