@@ -77,9 +77,8 @@ TOWER_NAMES = {
     "vision.norm_epsilon": "vision_config.layer_norm_eps",
 }
 # 0 or null: none
-COUNTS = ("n_group", "topk_group", "n_shared_experts", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+COUNTS = ("n_group", "topk_group", "n_shared_experts", "num_nextn_predict_layers", "max_window_layers")
 COUNTS += ("num_expert_group", "num_shared_experts", "num_local_experts", "first_k_dense_replace")
-COUNTS += ("image_token_id", "image_token_index")
 ROPE_MOST = {"rope_theta": inf, "partial_rotary_factor": 1}  # above 0
 MOST_TOKENS = 2**27  # as in `schema.fields.Tokens`
 WORDS = {dict: "a mapping", list: "a list", int: f"a whole number from 1 to {MOST_TOKENS:,}", str: "a name"}

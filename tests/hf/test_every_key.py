@@ -171,7 +171,7 @@ def test_a_value_of_another_type_is_a_sentence_under_every_key(path, tmp_path):
     known = {**DEFAULTS[config["model_type"]], **config, **dict.fromkeys(PUBLISHED)}
     for key in known:
         for wrong in ("x", [], {"a": "x"}, -3, *([3.5] if type(known[key]) is int else [])):
-            (tmp_path / "config.json").write_text(json.dumps((config if key in config else older) | {key: wrong}))
+            (tmp_path / "config.json").write_text(json.dumps((config if key in NEWER else older) | {key: wrong}))
             try:
                 read_model(tmp_path)
                 accepted.add(key)
@@ -192,11 +192,13 @@ def test_a_value_of_another_type_is_a_sentence_under_every_key_of_a_model_that_r
         config = json.loads(archive.read("config.json"))
     tower = config["vision_config"]
     of_whole = {**DEFAULTS[config["model_type"]], **dict.fromkeys(("text_config", "vision_config"))}
-    for part, place, keys in ((config, "", of_whole), (tower, "vision_config.", DEFAULTS[tower["model_type"]])):
+    of_tower = {**DEFAULTS[tower["model_type"]], "rope_parameters": {}}
+    for part, place, keys in ((config, "", of_whole), (tower, "vision_config.", of_tower)):
         for key in keys:
             value = part.get(key, keys[key])
-            refused = [wrong for wrong in ("x", [2.5], {"a": "x"}, 2.5) if type(wrong) is not type(value)]
-            for wrong in (*refused, *([] if key == "vision_feature_layer" else [-3])):
+            for wrong in ("x", [2.5], {"a": "x"}, 2.5, *([] if key == "vision_feature_layer" else [-8])):
+                if type(wrong) is type(value) and type(value) in (dict, float):
+                    continue
                 part[key] = wrong
                 (tmp_path / "config.json").write_text(json.dumps(config))
                 with pytest.raises(InputError, match=rf"{place}{key}(\..*)?=") as error:

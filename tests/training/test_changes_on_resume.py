@@ -1,6 +1,7 @@
 """Every config key is compared when a run resumes, or stands here with the reason why it may change."""
 
 import contextlib
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,11 +30,13 @@ from megajax.data.contents import data_contents
 from megajax.errors import InputError
 from megajax.mesh import build_mesh
 from megajax.model import parameters
+from megajax.model.parameters import declare
 from megajax.model.trained import frozen_parts, part_of
 from megajax.model.transformer import declared_model
 from megajax.options.registry import Registry
 from megajax.schema.fields import Section
 from megajax.schema.optimizer import OPTIMIZERS, OptimizerGroup
+from megajax.step.objective import HiddenSegment, register_objective
 from megajax.training.agreement import MUST_AGREE, compared_settings
 from megajax.training.step import TrainProgram
 
@@ -245,6 +248,26 @@ def test_a_key_that_an_older_checkpoint_does_not_have_is_not_compared(bases):
     assert "data.kind" in [each.key for each in differences(saved, settings(chat), MUST_AGREE)]
 
 
+def test_a_checkpoint_without_a_key_was_saved_with_its_default(bases):
+    """Of the keys whose value in this run is the schema's default, a number or a word."""
+    dense, with_experts = load_config("quickstart"), bases[0][1]
+    for config in (dense, with_experts):
+        saved, found = settings(config), set()
+        for section in ("model", "optimizer", "data"):
+            for name, mine in saved[section].items():
+                *parents, last = f"{section}.{name}".split(".")
+                fields = type(functools.reduce(getattr, parents, config)).model_fields
+                if (
+                    isinstance(mine, str | int | float)
+                    and last in fields.keys() - {"kind"}
+                    and fields[last].default == mine
+                ):
+                    older = saved | {section: {key: of for key, of in saved[section].items() if key != name}}
+                    assert not differences(older, saved, MUST_AGREE), name
+                    found.add(f"{section}.{name.rpartition('.')[0]}")
+        assert found == {"model.", "optimizer.", "data."} | ({"model.router"} if config is with_experts else set())
+
+
 def test_a_tokenizer_and_a_template_are_compared_by_their_content(bases, tmp_path):
     """Also if the files were changed in place; another path to the same content is the same data."""
     (_, base), folders = bases[3], [tmp_path / name for name in ("one", "copy")]
@@ -407,6 +430,9 @@ def arrays(config) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): (leaf.shape, leaf.dtype) for path, leaf in leaves}
 
 
+OWNER = {"lora": "adapters", "optimizer": "optimizer", "objective": "objective", "model": "model"}  # of the arrays
+
+
 @pytest.mark.parametrize(
     ("base", "change"),
     [
@@ -420,5 +446,34 @@ def test_what_is_named_is_let_through_if_the_arrays_of_the_state_stay_the_same(t
     named = (*base, "data.kind=synthetic", f"checkpoint.allow_changes=[{key}]")
     saved, mine = (load_config(tiny, [*named, *changes]) for changes in ((), (change,)))
     found, same = [SettingDifference(key, *(value(each, key) for each in (saved, mine)))], arrays(saved) == arrays(mine)
-    with contextlib.nullcontext() if same else pytest.raises(InputError, match=f"{key}=.*can't let it through"):
+    with (
+        contextlib.nullcontext()
+        if same
+        else pytest.raises(InputError, match=f"{key}=.*can't let it through.* {OWNER[key.split('.')[0]]}")
+    ):
         refuse_changes(found, mine, "the checkpoint")
+
+
+def test_an_objective_with_parameters_is_compared_with_their_shapes(tiny):
+    @register_objective("test_value_head")
+    class ValueHead(HiddenSegment):
+        class Settings(Section):
+            outputs: int = 1
+
+        @classmethod
+        def parameters(cls, model, settings):
+            return {"value": declare((model.hidden_size, settings.outputs), ("embed", "outputs"))}
+
+        def values(self, w, hidden, fields):
+            return hidden @ w["value"]
+
+        def loss(self, values, fields):
+            return values[:, 0]
+
+    own = ("data.kind=synthetic", "objective.kind=test_value_head", "checkpoint.allow_changes=[data]")
+    plain, one, two = (load_config(tiny, given) for given in (own[::2], own, (*own, "objective.settings={outputs: 2}")))
+    for saved, mine in ((plain, one), (one, plain), (one, two)):
+        found = differences(settings(saved), settings(mine), MUST_AGREE)
+        with pytest.raises(InputError, match=r"objective\..*can't let it through: the objective"):
+            refuse_changes(found, mine, "the checkpoint")
+    assert not differences(settings(two), settings(two), MUST_AGREE)

@@ -57,6 +57,10 @@ def test_a_later_stage_may_change_on_resume(make_config, trained, text):
     trainer.checkpoints.close()
     (begun,) = trainer.saver.description(3)["data"]["stages"]
     assert begun == [2 * trainer.config.batch.global_size, {"from_step": 2, "train": str(text)}]
+    smaller = make_config(*trained, "run.steps=4", "batch.global_size=4", later)
+    program = TrainProgram.build(smaller, build_mesh(check_mesh(smaller, 1), jax.devices()[:1]))
+    with pytest.raises(InputError, match="at which data.stages .* begin: keep the size"):
+        StateSaver(program).compare(trainer.saver.description(3, 24), "the checkpoint")
 
 
 def refusal(config) -> tuple[str, set[str]]:
