@@ -7,7 +7,7 @@ from megajax.hf.tensors import Tensor, in_turns
 from megajax.ops.mlp_kernel import CLAMP_LIMIT, CLAMP_SLOPE
 
 # Of a config.json that says nothing of it, as in transformers.
-DEFAULT_ROPE = {"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "truncate": False}
+DEFAULT_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False}
 DEFAULT_ROPE |= {"original_max_position_embeddings": 4096}
 
 

@@ -32,7 +32,6 @@ MIXERS = {KDA: ("kda_layers", "linear_attention"), ATTENTION: ("full_attn_layers
 FEED_FORWARDS = {MLP: "dense", MOE: "sparse"}  # mlp_layer_types
 # Options that its models do not use
 FIXED: Json = {
-    "attention_bias": False,
     "mla_use_nope": True,
     "moe_layer_freq": 1,
     "moe_router_activation_func": "sigmoid",

@@ -213,9 +213,8 @@ def test_an_exported_folder_has_the_tensors_of_transformers(unpack, tmp_path, na
         n: np.pad(stored[n], [(0, size - own) for size, own in zip(shapes[n], stored[n].shape, strict=True)])
         for n in shapes
     }
-    theirs, ours = (where / "config.json" for where in (folder, tmp_path / "out"))
-    theirs = json.loads(theirs.read_text())
-    export(padded, model, tmp_path / "out", StoredForm("float32"), Beside(origin=theirs["model_type"]))
+    origin = json.loads((folder / "config.json").read_text())["model_type"]
+    export(padded, model, tmp_path / "out", StoredForm("float32"), Beside(origin=origin))
     written = load_file(folder / SINGLE)  # Kimi Linear's MLPs under another name than the published one
     expected = {name: written[theirs] for name, theirs in text_names(written, folder).items()}
     assert not (tmp_path / "out" / INDEX).exists()  # one file, as in transformers
@@ -225,11 +224,6 @@ def test_an_exported_folder_has_the_tensors_of_transformers(unpack, tmp_path, na
         assert found[tensor].dtype == array.dtype
         np.testing.assert_array_equal(found[tensor], array, err_msg=tensor)
     assert config_for(read_model(tmp_path / "out")).model == model
-    ours = json.loads(ours.read_text())
-    assert ours["architectures"] == theirs["architectures"] and ours["model_type"] == theirs["model_type"]
-    assert {k: theirs[k] for k in ours.keys() & theirs.keys() if k.startswith(("num_", "rope_p", "n_"))} == {
-        k: ours[k] for k in ours.keys() & theirs.keys() if k.startswith(("num_", "rope_p", "n_"))
-    }
 
 
 @pytest.mark.smoke
@@ -261,7 +255,9 @@ def test_the_published_config_of_gpt_oss_is_that_of_configs():
     ours = load_config(path, ["batch.global_size=1", "batch.sequence_length=128", "data.kind=synthetic"]).model
     assert describe_model(ModelConfig.model_validate(GptOss().read(published))) == describe_model(ours)
     del published["rope_scaling"], published["rope_theta"]  # transformers' defaults
-    assert describe_model(ModelConfig.model_validate(GptOss().read(published))) == describe_model(ours)
+    for length in (131072, 65536):  # the factor is not their ratio
+        published["max_position_embeddings"] = length
+        assert describe_model(ModelConfig.model_validate(GptOss().read(published))) == describe_model(ours)
 
 
 @pytest.mark.smoke

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from megajax.errors import InputError
-from megajax.hf.convert import read_model
+from megajax.hf.convert import family_for, read_folder, read_model
 from megajax.hf.defaults import DEFAULTS
 from megajax.schema.model import ModelConfig
 
@@ -51,6 +51,10 @@ OF_FAMILY = {  # what other keys of the file decide
     "tiny_smollm3": "no_rope_layer_interval sliding_window use_sliding_window",  # no_rope_layers; as above
 }
 
+OLDER = {  # names of kinds of layers of transformers 4, by those of 5
+    "tiny_nemotron_h": {"linear_attention": "mamba", "full_attention": "attention"},
+    "tiny_granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"},
+}
 ABSENT = {  # keys of published files that these lack, with values that their models do not have
     "tiny_deepseek_v3": {"moe_layer_freq": 2, "scoring_func": "softmax", "topk_method": "greedy"},
     "tiny_kimi_linear": {
@@ -61,6 +65,10 @@ ABSENT = {  # keys of published files that these lack, with values that their mo
         "use_grouped_topk": False,
     },
 }
+
+
+OF_TRUTHS = {"tie_word_embeddings": "tie_embeddings", "decoder_bias": "head_bias"}
+OF_TRUTHS |= {name: name for name in ("attention_bias", "mlp_bias", "norm_bias")}
 
 
 def other(value: Any) -> Any:
@@ -88,11 +96,63 @@ def test_every_key_of_a_config_counts(path, tmp_path):
     base, silent = read(config), set()
     for key, value in config.items():
         try:
-            silent |= {key} if read(config | {key: other(value)}) == base else set()
+            found = read(config | {key: other(value)})
         except (InputError, ValidationError):
             continue
+        silent |= {key} if found == base else set()
+        if ours := OF_TRUTHS.get(key):
+            assert {name for name in ModelConfig.model_fields if getattr(found, name) != getattr(base, name)} == {ours}
     free = " ".join([*MAY_CHANGE.values(), OF_FAMILY.get(path.stem, "")]).split()
     assert silent - {*free} == set()
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_older_names_of_kinds_of_layers_are_read(name, tmp_path):
+    with zipfile.ZipFile(FILES / f"{name}.zip") as archive:
+        config = json.loads(archive.read("config.json"))
+    (key,) = config.keys() & {"layer_types", "layers_block_type"}
+    older = [OLDER[name].get(kind, kind) for kind in config[key]]
+    assert set(OLDER[name]) <= {*config[key]}
+    sections = []
+    for kinds in (config[key], older):
+        (tmp_path / "config.json").write_text(json.dumps(config | {key: kinds}))
+        sections.append(read_model(tmp_path))
+    assert sections[0] == sections[1]
+
+
+UNWRITTEN = {  # with another value, or not at all
+    "a tower is written without the layers whose output is not read": """num_hidden_layers vision_feature_layer
+        image_seq_length""",
+    "of videos, and of text around images": """video_token_id vision_start_token_id vision_end_token_id boi_token_index
+        eoi_token_index tokens_per_second""",
+    "of the initial weights, or of other programs": "initializer_factor projection_dim vision_use_head",
+    "what other keys of the file decide, or always the same": """_sliding_window_pattern num_channels dense_act_fn
+        is_gated_act dropout_rate classifier_dropout""",
+}
+
+
+@pytest.mark.parametrize(
+    "path", [*FOLDERS, *sorted(FILES.glob("images_*.zip")), FILES / "t5.zip"], ids=lambda p: p.stem
+)
+def test_every_key_is_written_as_transformers_wrote_it(path, tmp_path):
+    with zipfile.ZipFile(path) as archive:
+        config = json.loads(archive.read("config.json"))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ModelConfig.model_validate(read_folder(tmp_path, with_images=True)[1])
+    written = json.loads(json.dumps(family_for(model, config["model_type"]).write(model)))
+    free = [*MAY_CHANGE.values(), OF_FAMILY.get(path.stem, ""), *([] if path in FOLDERS else UNWRITTEN.values())]
+
+    def compare(theirs: dict, ours: dict, place: str = "") -> None:
+        for key, value in theirs.items():
+            if key in " ".join(free).split():
+                continue
+            if isinstance(value, dict) and value:
+                compare(value, ours[key], f"{place}{key}.")
+            else:
+                assert ours.get(key, value and "absent") == value, f"{place}{key}"
+
+    compare(config, written)
+    assert written["architectures"] == config["architectures"]
 
 
 # transformers' functions by name (ACT2FN): GELU by erf or by tanh, SiLU, and so on

@@ -479,7 +479,10 @@ def test_kimi_linear_as_it_was_published(tmp_path):
     expected = load_config(path, ["batch.global_size=1", "batch.sequence_length=128", "data.kind=synthetic"]).model
     model = ModelConfig.model_validate(read_model(write_config(tmp_path, KIMI_LINEAR)))
     assert model == expected
-    assert KimiLinear().write(model)["linear_attn_config"] == KIMI_LINEAR["linear_attn_config"]
+    read = {
+        key: value for key, value in KIMI_LINEAR.items() if key not in ("head_dim", "model_max_length", "rope_theta")
+    }
+    assert KimiLinear().write(model).items() >= read.items()
     names = {tensor.theirs.format(layer=0, expert=0) for tensor in KimiLinear().tensors(model)}
     assert {"model.layers.0.mlp.up_proj.weight", "model.layers.0.block_sparse_moe.experts.0.w3.weight"} <= names
     for key, value in (("mla_use_nope", False), ("linear_attn_config", {"gate_lower_bound": -5.0})):

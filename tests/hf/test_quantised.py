@@ -79,6 +79,7 @@ def test_a_slice_of_fp8_blocks_has_its_scales(tmp_path, rng, settings, scale, dt
     save_file({"other": np.ones(5, np.float32), "w": values, scale: scales}, tmp_path / SINGLE)
     with FolderTensors(tmp_path, settings) as weights:
         assert weights.files.keys() == {"other", "w"} and weights.shape("w") == (40, 30)
+        assert weights.itemsize("w") * whole.size == values.nbytes + scales.nbytes
         for slices in SLICES:
             found = weights.read("w", slices)
             assert found.dtype == np.float32
