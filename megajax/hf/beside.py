@@ -15,28 +15,18 @@ from megajax.config import Config
 from megajax.data.image_processing import default_file
 from megajax.data.model_files import (
     PROCESSOR_FILES,
-    TOKEN_NAMES,
-    TOKENIZER_CONFIG,
     inside,
     read_json,
     token_texts,
     tokenizer_config,
 )
 from megajax.data.special_tokens import known_end, stop_tokens, stored_ids
-from megajax.data.tokenizers import FILES, Tokenizer, files_in, has_no_file, load_tokenizer, tokenizer_files
+from megajax.data.tokenizers import BESIDE, FILES, Tokenizer, files_in, has_no_file, load_tokenizer, tokenizer_files
 from megajax.errors import file_reader
 from megajax.files import replace_copy
 
 CONFIG, KEPT_CONFIG, GENERATION = "config.json", "hf_config.json", "generation_config.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    TOKENIZER_CONFIG,
-    TOKEN_NAMES,
-    "added_tokens.json",
-    "chat_template.jinja",
-    *PROCESSOR_FILES,
-)
+TOKENIZER_FILES = (*FILES, *BESIDE)
 TOKENS = ("bos_token", "eos_token", "pad_token")
 
 
