@@ -19,6 +19,7 @@ from megajax.sharding import (
     Placement,
     place,
     place_all,
+    place_in_use,
     to_canonical,
     to_stored,
 )
@@ -155,3 +156,13 @@ def test_a_devices_shard_is_the_one_that_its_place_says():
         first = 4 * fsdp + 2 * data  # fsdp first: after data's gather a shard is contiguous
         expected = np.arange(32).reshape(8, 4)[first : first + 2, 2 * tensor : 2 * tensor + 2]
         assert np.array_equal(shard.data, expected)
+
+
+def test_each_axis_divides_the_weights_of_a_model_in_use():
+    """It has no stages and no batch of its own: but `tensor`, which divides as in training, all axes divide D."""
+    for axis in AXES:
+        expected = P(None, "tensor") if axis == "tensor" else P(axis, None)
+        assert place_in_use((64, 96), ("embed", "mlp"), sizes(**{axis: 2})) == expected
+    experts = ((4, 64, 96), ("experts", "embed", "expert_mlp"))
+    assert place_in_use(*experts, sizes(expert=2, tensor=2, data=2)) == P(("expert", "tensor"), "data", None)
+    assert place_in_use(*experts, sizes(expert=2, tensor=3)) == P("expert", None, None), "experts are whole"

@@ -13,7 +13,7 @@ from megajax.schema.data import TEMPLATE_INPUTS
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
 TOOL_ROLES = ("tool", "ipython", "function")
-ASKING = ("system", "developer", "user")
+ASKING = tuple(role for role in ROLES if role != "assistant" and role not in TOOL_ROLES)
 SPEAKERS = {  # ShareGPT's names of roles
     "human": "user",
     "gpt": "assistant",

@@ -61,14 +61,18 @@ def template_of(source: str, **arguments) -> Template:
 # and a tool's follows a call. Texts in parts are written one by one.
 STRICT = """{% for m in messages %}{% set before = messages[loop.index0 - 1] if loop.index0 else {'role': ''} %}
 {% if m.role in ('system', 'developer') %}{% set fits = loop.first and not loop.last %}
-{% elif m.role == 'user' %}{% set fits = before.role in ('', 'system', 'developer', 'assistant') %}
+{% elif m.role == 'user' %}
+{% set fits = before.role in ('', 'system', 'developer', 'assistant') and not before.tool_calls %}
 {% elif m.role == 'assistant' %}{% set fits = before.role in ('user', 'tool') %}
-{% else %}{% set fits = before.role == 'tool' or before.tool_calls %}{% endif %}
+{% else %}{% set call = (before.tool_calls or [{}])[0] %}
+{% set fits = before.role == 'tool' or (call.type == 'function' and call.id | length == 9
+ and call.function.name is string and call.function.arguments is mapping and m.tool_call_id == call.id) %}{% endif %}
 {% if not fits %}{{ raise_exception('order') }}{% endif %}
 {% if m.content is string %}[{{ m.content }}]{% else %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endif %}
 {% endfor %}"""
+CALL = {"type": "function", "id": "a1b2c3d4e", "function": {"name": "f", "arguments": {"x": 1}}}
 BEFORE = {"system": [], "developer": [], "user": [], "assistant": [{"role": "user", "content": "q"}]}
-BEFORE |= {"tool": [*BEFORE["assistant"], {"role": "assistant", "content": "", "tool_calls": [{}]}]}
+BEFORE |= {"tool": [*BEFORE["assistant"], {"role": "assistant", "content": "", "tool_calls": [CALL]}]}
 
 
 @pytest.mark.parametrize("role", BEFORE)
@@ -76,7 +80,7 @@ def test_a_template_that_reads_parts_gets_them_in_a_message_of_each_role(role):
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     chat = [
         *BEFORE[role],
-        {"role": role, "content": parts},
+        {"role": role, "content": parts, "tool_call_id": CALL["id"]},
         *[{"role": "user", "content": "q"}] * (role in ("system", "developer")),
     ]
     assert "<one><two>" in template_of(STRICT).render(chat)
@@ -101,6 +105,13 @@ def test_a_template_sees_what_transformers_gives_it(reference, tmp_path):
         else:
             assert template.render(*arguments, **case["arguments"]) == case["text"]
     assert 0 < refused < len(reference["texts"]) / 4
+
+
+def test_the_reasoning_of_a_message_has_both_names_that_templates_read():
+    template = template_of("{{ messages[0].reasoning_content }}|{{ messages[0].thinking }}")
+    for names in (("reasoning_content",), ("thinking",), ("reasoning",), ("reasoning_content", "reasoning")):
+        message = {"role": "assistant", "content": "a", **{name: f"by {name}" for name in names}}
+        assert template.render([message]) == f"by {names[0]}|by {names[0]}"
 
 
 PARTS = [{"type": "text", "text": "ab "}, {"type": "text", "text": "cd"}]

@@ -261,6 +261,8 @@ WRONG_PREFIXES = {
     "docs_txt_document": "docs_txt_document.idx does not exist: did you mean docs_text_document?",
     "code": "code.idx does not exist: did you mean code_content_document?",
     "docs.jsonl": "docs.jsonl is not the prefix of a .bin/.idx pair: did you mean docs_text_document?",
+    "docs.json": "docs.json is not the prefix of a .bin/.idx pair: did you mean docs_text_document?",
+    "docs.txt": "docs.txt is not the prefix of a .bin/.idx pair: did you mean docs_text_document?",
     "new.jsonl.gz": "new.jsonl.gz is not the prefix of a .bin/.idx pair: data.kind=text reads texts as they are, "
     "and data.kind=chat chats; or write one with `python -m "
     "megajax.data.preprocess --input new.jsonl.gz --output-prefix new --tokenizer TOKENIZER`, and give "

@@ -152,6 +152,20 @@ def test_a_pair_is_left_out_as_a_whole(tmp_path, too_long, kept):
         ({"prompt": turns("a"), "chosen": "b c", "rejected": "b d"}, ["that are text", "'role': 'user'", "one form"]),
         ({"question": "a", "chosen": "b", "rejected": "c"}, ["same prompt", 'under "prompt", as text']),
         ({"chosen": turns("a", "b", "c", "d"), "rejected": turns("a", "b", "e", "d")}, ["same prompt", "list"]),
+        *(
+            (
+                {
+                    name: [*turns("a", "b"), {"role": role, "content": name}, *turns("x", "d")[1:]]
+                    for name in ("chosen", "rejected")
+                },
+                ["same prompt", "list"],
+            )
+            for role in ("system", "developer", "user")
+        ),
+        (
+            {"prompt": {"role": "user"}, "chosen": turns("a", "b"), "rejected": turns("a", "c")},
+            ["that are lists of messages", "'role': 'user'", "one form"],
+        ),
         ({"prompt": turns("a"), "chosen": turns("a"), "rejected": turns("b")}, ["no answer of the assistant"]),
         ({"prompt": turns("a"), "chosen": [{"role": "x"}], "rejected": turns("b")}, ["role 'x'"]),
     ],

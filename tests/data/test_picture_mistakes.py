@@ -7,6 +7,7 @@ import zlib
 from contextlib import suppress
 from dataclasses import replace
 from io import BytesIO
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -240,3 +241,15 @@ def test_shards_that_cannot_be_read_are_sentences(tmp_path):
     )
     with pytest.raises(InputError, match="a.tar is a shard of pictures, but the model reads text only: set model.vis"):
         datasets(config)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_gemma3_s_pictures_stand_between_the_two_tokens_that_its_tokenizer_names(tmp_path, named):
+    """As Gemma3Processor writes them; without either name a picture is its own token alone."""
+    tokenizer = SimpleNamespace(added_tokens=["<soft>", "<eos>"], token_id={"<soft>": 7, "<eos>": 1}.get)
+    borders, alone = {"boi_token": "<start>", "eoi_token": "<end>"}, ImageText("<soft>", "<soft>")
+    for given in (borders, *({key: borders[key]} for key in borders)):
+        config = {"extra_special_tokens": given} if named else given
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        expected = ImageText("<start>", "\n\n<start><soft><end>\n\n") if given is borders else alone
+        assert image_text(tokenizer, "t", tmp_path, 7) == expected

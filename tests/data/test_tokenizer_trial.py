@@ -91,6 +91,18 @@ def test_an_allocation_that_ends_the_process_is_a_sentence():
     assert "the tokenizer ends its process (SIG" in str(stopped.value.error)
 
 
+def environment():
+    yield {
+        name: os.environ.get(name) for name in ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    }
+
+
+def test_a_limited_process_starts_no_threads_whose_stacks_would_count_as_its_memory():
+    assert LimitedProcess().run("the tokenizer", "give another", environment) == [
+        {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    ]
+
+
 REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": 10 * "a"}
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 GROWING = {  # a part of a tokenizer.json, the name of its steps, one of them, and how much longer ten make a text
