@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from mesh_models import COMMON, HYBRID, KIMI, MAMBA, MODERN_BERT, TINY
 
 from megajax.config import ModelConfig
 from megajax.errors import ConfigError
@@ -166,3 +167,15 @@ def test_each_axis_divides_the_weights_of_a_model_in_use():
     experts = ((4, 64, 96), ("experts", "embed", "expert_mlp"))
     assert place_in_use(*experts, sizes(expert=2, tensor=2, data=2)) == P(("expert", "tensor"), "data", None)
     assert place_in_use(*experts, sizes(expert=2, tensor=3)) == P("expert", None, None), "experts are whole"
+
+
+FP32 = ("router", "sinks", "decay_rate", "decay_bias", "step_bias", "skip")  # and norms: small, and sensitive
+
+
+@pytest.mark.parametrize("model", [HYBRID, KIMI, MAMBA, MODERN_BERT, TINY | {"attention_sinks": True}])
+def test_norms_routers_sinks_and_decays_compute_in_fp32(model):
+    declared = parameters(Transformer(ModelConfig.model_validate(COMMON | model)))
+    for name, placement in place_all(declared, sizes()).items():
+        last = name.rpartition(".")[-1]
+        assert placement.computes_in_fp32 == ("norm" in last or last in FP32), name
+    assert place((64, 3), ("embed", "outputs"), sizes()).computes_in_fp32  # of an objective's own head
