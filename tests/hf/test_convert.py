@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -394,10 +395,13 @@ MISTAKES = {
         "hidden_act=relu6 is not silu, and megajax cannot",
     ),
     "no tensor": (lambda f: change_tensors(f, lambda t: t.pop(Q)), f"has no tensor {Q}"),
-    "the head of a classifier": (
-        lambda f: change_tensors(f, lambda t: t.update({"score.weight": t.pop("lm_head.weight")})),
-        "has no tensor lm_head.weight, but score.weight, which no parameter needs: it is a classifier",
-    ),
+    **{  # of transformers' decoders, of its encoders and of T5
+        f"the head of a classifier, {head}": (
+            partial(change_tensors, change=lambda t, head=head: t.update({head: t.pop("lm_head.weight")})),
+            f"has no tensor lm_head.weight, but {head}, which no parameter needs: it is a classifier",
+        )
+        for head in ("score.weight", "classifier.weight", "classification_head.out_proj.weight")
+    },
     "another shape": (
         lambda f: change_tensors(f, lambda t: t.update({Q: t[Q][1:].copy()})),
         "by config.json it has [48, 48]",

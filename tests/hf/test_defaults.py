@@ -191,6 +191,13 @@ def test_keys_of_a_window_that_tiny_models_cannot_show_have_the_values_of_transf
     assert everywhere is not None and everywhere.sliding_window == 4096
 
 
+def test_the_width_of_a_tower_without_hidden_size_is_the_output_s_of_qwen2_vl(tmp_path):
+    text = {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}  # as of the 7B
+    given = {"model_type": "qwen2_vl", "text_config": text, "vision_config": {}}
+    model = model_of(tmp_path, given)
+    assert model is not None and model == model_of(tmp_path, given | {"vision_config": {"hidden_size": 3584}})
+
+
 def test_llava_with_siglip_needs_a_strategy_since_the_default_drops_a_class_token_that_it_lacks(tmp_path):
     siglip = {"model_type": "llava", "text_config": {}, "vision_config": {"model_type": "siglip_vision_model"}}
     assert model_of(tmp_path, siglip) is None

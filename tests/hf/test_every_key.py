@@ -190,6 +190,32 @@ def test_each_name_of_an_activation_is_read_as_transformers_function_or_refused(
         assert all(read(config | {key: name}) for name in ALL_OF.get(path.stem, ()))
 
 
+@pytest.mark.parametrize("path", sorted(FILES.glob("images_*.zip")), ids=lambda path: path.stem)
+def test_each_name_of_a_towers_activation_is_read_as_transformers_function_or_refused(path, tmp_path):
+    with zipfile.ZipFile(path) as archive:
+        config = json.loads(archive.read("config.json"))
+    is_gated = config["vision_config"]["hidden_act"] == "silu"  # in Qwen2.5-VL's tower
+    for name, function in FUNCTIONS.items():
+        config["vision_config"]["hidden_act"] = name
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        try:
+            found = read_folder(tmp_path, with_images=True)[1]["vision"]["activation"]
+        except InputError:
+            found = None
+        known = name in ("quick_gelu", "gelu_pytorch_tanh", "gelu", *(["silu"] if is_gated else []))
+        assert found in (None, {**PLAIN, "silu": "swiglu"}[function]) and bool(found) >= known, name
+
+
+def test_each_name_of_t5s_activation_is_that_of_transformers(tmp_path):
+    """Whose gated-gelu is gelu_new."""
+    with zipfile.ZipFile(FILES / "t5.zip") as archive:
+        config = json.loads(archive.read("config.json"))
+    names = {"gated-gelu": "geglu", "gated-gelu_new": "geglu", "gated-silu": "swiglu", "relu": "relu"}
+    for name, ours in names.items():
+        (tmp_path / "config.json").write_text(json.dumps(config | {"feed_forward_proj": name}))
+        assert read_model(tmp_path)["activation"] == ours
+
+
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in ABSENT.items() for key in keys])
 def test_an_option_of_published_files_that_the_model_lacks_is_a_sentence(name, key, tmp_path):
     with zipfile.ZipFile(FILES / f"{name}.zip") as archive:

@@ -134,8 +134,9 @@ def test_the_language_model_of_a_folder_with_images_is_read(tmp_path, prefix):
     renamed = {name.replace("model.", prefix, 1): array for name, array in tensors.items()}
     save_file(renamed | {"vision_tower.a.weight": np.ones((2, 3), np.float32)}, tmp_path / SINGLE)
     text = json.loads((tmp_path / "config.json").read_text())
-    write_config(tmp_path, {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 3}})
-    with pytest.warns(UserWarning, match="vision_config"):
+    towers = {"vision_config": {"hidden_size": 3}, "audio_config": {"hidden_size": 3}}
+    write_config(tmp_path, {"model_type": "gemma3", "text_config": text, **towers})
+    with pytest.warns(UserWarning, match="the model of vision_config and audio_config is not"):
         assert read_folder(tmp_path, with_images=False)[1] == alone
 
     model = ModelConfig.model_validate(alone | {"vocab_multiple": 1})

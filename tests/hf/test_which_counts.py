@@ -2,6 +2,7 @@
 
 import json
 import warnings
+import zipfile
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from megajax.config import ModelConfig
 from megajax.errors import InputError
 from megajax.hf import is_hf_folder
-from megajax.hf.convert import load, read_model
+from megajax.hf.convert import load, read_folder, read_model
 from megajax.hf.folder import HEADS, INDEX, SINGLE, FolderTensors, read_config, text_names
 from megajax.model import Transformer, parameters
 
@@ -160,6 +161,16 @@ def test_the_head_of_a_tied_model_counts_if_it_differs(unpacked):
     assert f"has no tensor {EMBEDDING}" in error_of(folder)
     save_file(tensors, folder / SINGLE)
     assert f"has no tensor {HEAD}" in error_of(folder)  # transformers makes a random one
+
+
+@pytest.mark.parametrize("pattern", ["tiny_*.zip", "images_*.zip"])
+def test_the_head_of_each_family_is_found_by_its_name(pattern, tmp_path):
+    for path in sorted(FILES.glob(pattern)):
+        with zipfile.ZipFile(path) as archive:
+            (tmp_path / "config.json").write_bytes(archive.read("config.json"))
+        family, section, _ = read_folder(tmp_path, with_images=True)
+        untied = ModelConfig.model_validate(section | {"tie_embeddings": False})
+        assert [tensor.theirs for tensor in family.tensors(untied) if tensor.ours == "head"][0] in HEADS, path
 
 
 @pytest.mark.smoke
