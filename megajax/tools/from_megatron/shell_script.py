@@ -117,7 +117,7 @@ class Script:
         elif isinstance(command, syntax.For):
             self._for(command)
         else:
-            while (status := self._goes_on(command.condition)) is True:
+            while (status := self._goes_on(command.condition)) is not command.is_until and status is not None:
                 self._block(command.body)
             self._warn_about_condition(status, command.line)
         return True
@@ -158,10 +158,13 @@ class Script:
 
     def _case(self, command: syntax.Case) -> None:
         text = self.values.known(self.values.text(command.word), "the word of a case")
-        for patterns, body in command.branches:
-            if any(fnmatch.fnmatchcase(text, self.values.text(pattern)) for pattern in patterns):
+        falls = False
+        for patterns, body, end in command.branches:
+            if falls or any(fnmatch.fnmatchcase(text, self.values.text(pattern)) for pattern in patterns):
                 self._block(body)
-                return
+                if end not in (";&", ";;&"):
+                    return
+                falls = end == ";&"
 
     def _for(self, command: syntax.For) -> None:
         if command.words is None:

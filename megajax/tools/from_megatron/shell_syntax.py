@@ -8,7 +8,8 @@ from megajax.errors import InputError, shown
 MAX_DEPTH = 40  # of blocks in blocks, of quotes in substitutions
 SHELLS = tuple(folder + name for folder in ("", "/bin/", "/usr/bin/") for name in ("bash", "sh", "zsh"))
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[\w+\])?(\+?)=")
-_OPERATORS = (";;&", ";;", ";&", "&&", "||", "|&", "&>>", "&>", "|", "&", ";", "\n", "(", ")")
+_OPERATORS = (";;&", ";;", ";&", "&&", "||", "|", "&", ";", "\n", "(", ")")
+_ENDS_OF_A_CASE = (";;", ";&", ";;&")
 _CLOSING = {"(": ")", "{": "}"}
 
 
@@ -63,10 +64,10 @@ class If:
 
 @dataclass
 class Case:
-    """A word, and blocks with the patterns that it may match."""
+    """A word, and blocks with the patterns that it may match, each with its end: ";;", ";&", ";;&" or none."""
 
     word: Word
-    branches: list[tuple[list[Word], CommandList]]
+    branches: list[tuple[list[Word], CommandList, str]]
     line: int
 
 
@@ -82,11 +83,12 @@ class For:
 
 @dataclass
 class While:
-    """A block as long as a condition holds."""
+    """A block as long as a condition holds, or until it does."""
 
     condition: CommandList
     body: CommandList
     line: int
+    is_until: bool
 
 
 @dataclass
@@ -399,7 +401,7 @@ class _Parser:
         while self._is("\n"):
             self.at += 1
         self.expect("in", start=line)
-        branches = []
+        branches: list[tuple[list[Word], CommandList, str]] = []
         while (token := self.peek()) is not None and not self._is("esac"):
             if self._is("\n", "(", ";"):
                 self.at += 1
@@ -409,9 +411,9 @@ class _Parser:
                 patterns += [token] if isinstance(token, Word) else []
                 self.at += 1
             self.expect(")", start=line)
-            branches.append((patterns, self.block(";;", ";&", ";;&", "esac", depth=depth + 1)))
-            if self._is(";;", ";&", ";;&"):
-                self.at += 1
+            body = self.block(*_ENDS_OF_A_CASE, "esac", depth=depth + 1)
+            end = self._take() if self._is(*_ENDS_OF_A_CASE) else None
+            branches.append((patterns, body, end.text if isinstance(end, Operator) else ""))
         self.expect("esac", start=line)
         if not isinstance(word, Word):
             raise InputError(f"the case from line {line} has no word ({self.file}): complete it.")
@@ -431,11 +433,11 @@ class _Parser:
         return For(name.raw if isinstance(name, Word) else "", words, body, line)
 
     def _while(self, line: int, depth: int) -> While:
-        condition = self.block("do", depth=depth + 1)
+        word, condition = self.tokens[self.at - 1], self.block("do", depth=depth + 1)
         self.expect("do", start=line)
         body = self.block("done", depth=depth + 1)
         self.expect("done", start=line)
-        return While(condition, body, line)
+        return While(condition, body, line, isinstance(word, Word) and word.raw == "until")
 
 
 def end_of_piece(text: str, at: int, file: str, line: int) -> int:
