@@ -1,7 +1,7 @@
 """Makes megatron_lines.json: what bash and Megatron-LM's own parser make of tests/from_megatron/lines.
 
-python make_megatron_lines.py CHECKOUT, with torch (CPU); CHECKOUT is one of Megatron-LM. The scripts run in bash, their
-launchers are stubs that print their arguments.
+python make_megatron_lines.py CHECKOUT, with torch (CPU); CHECKOUT is one of Megatron-LM, with its history. The scripts
+run in bash, their launchers are stubs that print their arguments.
 """
 
 import argparse
@@ -19,10 +19,13 @@ import typing
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import yaml
+
 HERE = Path(__file__).parent
 LINES = HERE.parent / "from_megatron/lines"
 # Each script: its arguments and the number of devices that it starts.
 SCRIPTS: dict[str, tuple[list[str], int]] = json.loads((HERE / "megatron_scripts.json").read_text())
+EXAMPLE = "examples/gpt3/gpt_config.yaml"  # for --yaml-cfg; deleted in 2026
 STUB = """#!/bin/bash
 for ((i = 1; i <= $#; i++)); do
   if [[ "${!i}" == bash && "$*" == *" -c "* ]]; then shift $((i - 1)); exec "$@"; fi
@@ -96,8 +99,8 @@ def plain(value: typing.Any) -> typing.Any:
     return getattr(value, "__name__", str(value))
 
 
-def parsed(arguments: typing.Any, words: list[str], world: int) -> dict[str, typing.Any]:
-    """Megatron's arguments of a line, and some fields of its TransformerConfig."""
+def parsed(arguments: typing.Any, words: list[str], world: int) -> tuple[dict[str, typing.Any], typing.Any]:
+    """(Megatron's arguments of a line and some fields of its TransformerConfig, that config or None)."""
     os.environ |= {"WORLD_SIZE": str(world), "RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     if "--use-megatron-fsdp" in words:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
@@ -128,6 +131,40 @@ def parsed(arguments: typing.Any, words: list[str], world: int) -> dict[str, typ
             "moe_layer_freq",
         )
         found |= {f"config.{name}": plain(getattr(config, name)) for name in names if name in fields}
+    return found, config
+
+
+def choices_of(arguments: typing.Any) -> dict[str, list[str]]:
+    """The texts that Megatron's parser accepts, by the names of arguments that have few."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    arguments.add_megatron_arguments(parser)
+    found = {action.dest: list(action.choices) for action in parser._actions if action.choices}
+    return {dest: choices for dest, choices in found.items() if all(isinstance(choice, str) for choice in choices)}
+
+
+def fields_of(configs: list[typing.Any], dests: typing.Container[str]) -> dict[str, list[typing.Any]]:
+    """The fields of Megatron's configs that are no arguments: the values by default and in the lines."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig  # pyright: ignore
+
+    found = {}
+    for field in dataclasses.fields(MLATransformerConfig):
+        values = [field.default, *(getattr(config, field.name, field.default) for config in configs)]
+        if field.name not in dests and not any(map(callable, values)):
+            found[field.name] = list(dict.fromkeys(map(plain, values)))
+    return found
+
+
+def example(checkout: str) -> dict[str, list[typing.Any]]:
+    """The names of Megatron's own YAML file, of all of its versions, with their values."""
+    git = ("git", "-C", checkout)
+    versions = subprocess.run([*git, "rev-list", "HEAD", "--", EXAMPLE], capture_output=True, text=True, check=True)
+    found: dict[str, list[typing.Any]] = {}
+    for version in versions.stdout.split():
+        text = subprocess.run([*git, "show", f"{version}:{EXAMPLE}"], capture_output=True, text=True, check=False)
+        for name, value in (yaml.safe_load(text.stdout) or {}).items():
+            for key, each in value.items() if isinstance(value, dict) else [(name, value)]:
+                known = found.setdefault(key, [])
+                known += [] if each in known and type(each) in map(type, known) else [each]
     return found
 
 
@@ -148,18 +185,22 @@ def described(arguments: typing.Any) -> dict[str, list[typing.Any]]:
 
 
 def main() -> None:
-    arguments = load(sys.argv[1])
+    checkout = sys.argv[1]
+    arguments = load(checkout)
     flags = described(arguments)
     defaults = {dest: default for dest, _, default in flags.values()}
-    lines = []
+    lines, configs = [], []
     for name, (given, world) in SCRIPTS.items():
         print(name)
         words = words_of(name, given)
-        found = parsed(arguments, words, world)
+        found, config = parsed(arguments, words, world)
+        configs += [] if config is None else [config]
         found = {key: value for key, value in found.items() if key not in defaults or value != defaults[key]}
         lines.append(f"{json.dumps(name)}: {json.dumps({'words': words, 'parsed': found})}")
     shown = [f"{json.dumps(option)}: {json.dumps(flag)}" for option, flag in flags.items()]
-    text = '{"flags": {\n' + ",\n".join(shown) + '\n},\n"lines": {\n' + ",\n".join(lines) + "\n}}\n"
+    others = {"choices": choices_of(arguments), "fields": fields_of(configs, defaults), "yaml": example(checkout)}
+    more = "".join(f",\n{json.dumps(name)}: {json.dumps(value)}" for name, value in others.items())
+    text = '{"flags": {\n' + ",\n".join(shown) + '\n},\n"lines": {\n' + ",\n".join(lines) + "\n}" + more + "}\n"
     (HERE / "megatron_lines.json").write_text(text)
 
 

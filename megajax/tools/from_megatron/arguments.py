@@ -20,7 +20,10 @@ MAX_BYTES = 2**20  # of a YAML file
 MAX_LAYERS = 1000
 MAX_PATTERN = 1000  # characters of a list expression
 SECTIONS = ("language_model", "model_parallel", "MODEL_ARGS")  # of Megatron's YAML files
-ACTIVATIONS = {"swiglu": "swiglu", "squaredrelu": "squared_relu", "squared_relu": "squared_relu", "gelu": None}
+# The values of `activation_func` in these files, where GELU is never fused with a bias. It decides without the flags.
+ACTIVATIONS = {"swiglu": {"swiglu": True}, "squaredrelu": {"squared_relu": True}, "gelu": {"bias_gelu_fusion": False}}
+ACTIVATION_FLAGS = ("swiglu", "squared_relu", "openai_gelu", "quick_geglu")
+YARN = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}  # without its flags
 _CHOICES = {  # values that Megatron-LM accepts, of flags with few
     "normalization": ("LayerNorm", "RMSNorm"),
     "optimizer": ("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"),
@@ -37,8 +40,10 @@ _CHOICES = {  # values that Megatron-LM accepts, of flags with few
     "fp8_recipe": ("tensorwise", "delayed", "mxfp8", "blockwise", "custom"),
     "fp4": ("e2m1",),
     "fp4_recipe": ("nvfp4", "custom"),
+    "main_grads_dtype": ("fp32", "bf16"),
     "rope_type": ("rope", "yarn"),
     "data_parallel_sharding_strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
+    "non_persistent_ckpt_type": ("global", "local", "in_memory"),
 }
 # Numbers of things, of which there is at least one
 _COUNTS = (
@@ -254,14 +259,19 @@ def _words(flat: dict[str, Any]) -> list[str]:
 def _from_names(flat: dict[str, Any], path: Path) -> Arguments:
     """The arguments of --yaml-cfg, which has the names of TransformerConfig."""
     given: dict[str, Any] = {}
+    if flat.get("activation_func") is not None:
+        flat = {name: value for name, value in flat.items() if name not in ACTIVATION_FLAGS}
+    if "num_query_groups" in flat:  # it decides alone too
+        flat = flat | {"group_query_attention": None if flat["num_query_groups"] is None else True}
     for name, value in flat.items():
         value = " ".join(value.split()) if isinstance(value, str) else value
         if name == "activation_func" and value in ACTIVATIONS:
-            given |= {ACTIVATIONS[value]: True} if ACTIVATIONS[value] else {}
-        elif name == "num_query_groups" and value is not None:
-            given |= {name: value, "group_query_attention": True}
+            given |= ACTIVATIONS[value]
         elif dest := DESTS.get(str(name)):
             given |= {} if value is None else {dest.dest: _typed(dest, value, path)}
+        elif name in _FIXED:
+            if value not in (None, _FIXED[name]):
+                raise InputError(f"{name}: {shown(value)} is not possible here ({path}): it is {_FIXED[name]:g}.")
         elif value not in (None, False, [], "") and str(name) not in _OF_THE_CONFIG:
             raise InputError(_unknown_sentence([str(name)], str(path)))
     return Arguments(given, {name: f"{name}: {value}" for name, value in given.items()}, str(path))
@@ -280,7 +290,7 @@ def _typed(flag: Flag, value: Any, path: Path) -> Any:
         raise InputError(f"{flag.dest}: {shown(value)} is no {flag.kind} ({path}): correct it.") from None
 
 
-_DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.uint8": "fp8"}
+_DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.uint8": "fp8"}
 # Arguments that Megatron sets from others.
 _DERIVED = ("start_weight_decay", "end_weight_decay", "eval_global_batch_size", "eval_micro_batch_size") + (
     "tensor_parallel_num_weight_shards",
@@ -289,24 +299,16 @@ _DERIVED = ("start_weight_decay", "end_weight_decay", "eval_global_batch_size", 
 DESTS = {flag.dest: flag for flag in reversed(FLAGS.values())} | {
     "num_moe_experts": FLAGS["num-experts"],
     "fp8_param": FLAGS["fp8-param-gather"],
+    "num_layers_in_first_pipeline_stage": FLAGS["decoder-first-pipeline-num-layers"],
+    "num_layers_in_last_pipeline_stage": FLAGS["decoder-last-pipeline-num-layers"],
 }
-# Of TransformerConfig and without effect on numbers, or equal to what the activation says.
+# No flags: of TransformerConfig or of older files, and without effect on numbers, or Megatron sets them from others.
 _OF_THE_CONFIG = {
-    "gated_linear_unit",
-    "bias_activation_fusion",
-    "persist_layer_norm",
-    "memory_efficient_layer_norm",
-    "bias_dropout_fusion",
-    "deallocate_pipeline_outputs",
-    "batch_p2p_comm",
-    "batch_p2p_sync",
-    "pipeline_dtype",
-    "params_dtype",
-    "autocast_dtype",
-    "enable_autocast",
-    "use_mcore_models",
-    "clone_scatter_output_in_embedding",
-    "perform_initialization",
-    "gradient_accumulation_fusion",
-    "async_tensor_model_parallel_allreduce",
+    *("gated_linear_unit", "bias_activation_fusion", "persist_layer_norm", "memory_efficient_layer_norm"),
+    *("params_dtype", "pipeline_dtype", "autocast_dtype", "virtual_pipeline_model_parallel_size"),
+    *("batch_p2p_comm", "batch_p2p_sync", "deallocate_pipeline_outputs", "scatter_gather_tensors_in_pipeline"),
+    *("tp_comm_atomic_ag", "tp_comm_atomic_rs", "cpu_offloading_activations", "cuda_graph_use_single_mempool"),
+    *("inference_sampling_seed", "retriever_seq_length", "one_logger_entity"),
 }
+# No flags either: latent attention's YaRN, and a division of weights that counts as replicas.
+_FIXED = YARN | {"gtp_weight_remat_size": 1, "expert_gtp_weight_remat_size": 1}

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from megajax.schema.fields import shortest_pattern
+from megajax.tools.from_megatron.arguments import YARN
 from megajax.tools.from_megatron.parallel import layer_count
 from megajax.tools.from_megatron.translation import Translation
 
@@ -196,7 +198,7 @@ def _positions(t: Translation) -> None:
     if t["multi_latent_attention"]:
         if t["rope_type"] == "rope" and t["rotary_percent"] != 1:
             t.refuse("all of --qk-pos-emb-head-dim is rotated", "rotary_percent")
-        _yarn(t, t["rope_type"] != "rope", 4096, 32.0, 1.0)
+        _yarn(t, t["rope_type"] != "rope", *YARN.values())
         return
     t.put("model.rope_fraction", t["rotary_percent"], "rotary_percent")
     if kind == "yarn":
@@ -211,12 +213,9 @@ def _positions(t: Translation) -> None:
     _rope_pattern(t)
 
 
-def _yarn_of_flags(t: Translation) -> tuple[int, float, float]:
-    original, fast, slow = (
-        t[f"yarn_{name}"] for name in ("original_max_position_embeddings", "beta_fast", "beta_slow")
-    )
-    t.use("yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow")
-    return 4096 if original is None else original, 32.0 if fast is None else fast, 1.0 if slow is None else slow
+def _yarn_of_flags(t: Translation) -> list[Any]:
+    t.use(*(f"yarn_{name}" for name in YARN))
+    return [default if t[f"yarn_{name}"] is None else t[f"yarn_{name}"] for name, default in YARN.items()]
 
 
 def _yarn(t: Translation, is_on: bool, original: int, fast: float, slow: float) -> None:
@@ -249,9 +248,8 @@ def _yarn(t: Translation, is_on: bool, original: int, fast: float, slow: float) 
         "model.rope_scaling",
         scaling,
         *names,
-        "yarn_original_max_position_embeddings",
-        "yarn_beta_fast",
-        "yarn_beta_slow",
+        *(f"yarn_{name}" for name in YARN),
+        "yarn_correction_range_round_to_int",
     )
 
 
