@@ -8,18 +8,11 @@ from typing import Any
 
 import pytest
 import yaml
+from launch_lines import DENSE, EXPERTS, FILES, LATENT, MUON
 
 from megajax.errors import InputError
 from megajax.tools.from_megatron.__main__ import read, translate
 from megajax.tools.from_megatron.arguments import from_mapping
-
-DENSE = """--num-layers 4 --hidden-size 400 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
-    --micro-batch-size 2 --global-batch-size 16 --train-iters 100 --lr 1e-3 --vocab-size 1000
-    --position-embedding-type rope --mock-data --swiglu --disable-bias-linear"""
-EXPERTS = f"{DENSE} --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss"
-FILES = DENSE.replace("--mock-data", "")
-LATENT = f"{DENSE} --multi-latent-attention --qk-layernorm --q-lora-rank 32 --norm-epsilon 1e-6"
-MUON = f"{DENSE} --optimizer muon --muon-extra-scale-factor 0.2"
 
 
 def translated(line: str, world: int) -> dict[str, Any]:

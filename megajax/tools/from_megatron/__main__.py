@@ -121,6 +121,13 @@ def translate(given: Arguments, world: int) -> tuple[str, list[str]]:
 
     `arguments.from_mapping` makes `given` from arguments that are saved elsewhere.
     """
+    t = translation(given, world)
+    text = document(t, t.finish())
+    return text, [*t.warnings, *_checked(text, world)]
+
+
+def translation(given: Arguments, world: int) -> Translation:
+    """All keys of the config, of which none is checked. `InputError` for arguments that contradict each other."""
     t = Translation(given, world)
     replicas = translate_mesh(t)
     size = translate_batch(t, replicas)
@@ -134,8 +141,7 @@ def translate(given: Arguments, world: int) -> tuple[str, list[str]]:
     translate_records(t)
     translate_data(t)
     translate_loss(t)
-    text = document(t, t.finish())
-    return text, [*t.warnings, *_checked(text, world)]
+    return t
 
 
 def _checked(text: str, world: int) -> list[str]:

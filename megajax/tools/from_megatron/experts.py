@@ -34,12 +34,21 @@ def translate_experts(t: Translation, replicas: int) -> None:
     if t["add_bias_linear"]:
         t.put(f"{ROUTER}logit_bias", True, "add_bias_linear")
         t.differs("router-bias", "add_bias_linear")
+    _exchanges(t)
+
+
+def _exchanges(t: Translation) -> None:
+    """How tokens go to experts on other devices."""
+    t.use("moe_token_dispatcher_type")
+    axes = t.settings["mesh.experts_over"].value if "mesh.experts_over" in t.settings else ["expert"]
+    if not any(t.settings[f"mesh.{axis}"].value > 1 for axis in axes if f"mesh.{axis}" in t.settings):
+        return
     if t.given("moe_token_dispatcher_type"):
-        t.use("moe_token_dispatcher_type")
-        axes = t.settings["mesh.experts_over"].value if "mesh.experts_over" in t.settings else ["expert"]
-        if any(t.settings[f"mesh.{axis}"].value > 1 for axis in axes if f"mesh.{axis}" in t.settings):
-            gathers = t["moe_token_dispatcher_type"] == "allgather"
-            t.put("communication.experts", "all_gather" if gathers else "all_to_all", "moe_token_dispatcher_type")
+        gathers = t["moe_token_dispatcher_type"] == "allgather"
+        t.put("communication.experts", "all_gather" if gathers else "all_to_all", "moe_token_dispatcher_type")
+    in_pairs = t.settings["batch.num_microbatches"].value % 2 == 0 and "batch.schedule" not in t.settings
+    if t["overlap_moe_expert_parallel_comm"] and t["pipeline_model_parallel_size"] == 1 and in_pairs:
+        t.put("communication.overlap_experts", True, "overlap_moe_expert_parallel_comm")
 
 
 def _layers(t: Translation) -> None:

@@ -24,19 +24,18 @@ def translate_mesh(t: Translation) -> int:
     t.put("mesh.pipeline", pipeline, "pipeline_model_parallel_size")
     axes, expert = _experts(t, replicas, tensor, context)
     copies = t["num_distributed_optimizer_instances"]
-    sharded = t["use_torch_fsdp2"] or (
-        (t["use_megatron_fsdp"] or t["use_custom_fsdp"]) and t["data_parallel_sharding_strategy"] == ZERO3
-    )
-    t.use("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy", "use_torch_fsdp2")
-    t.use("num_distributed_optimizer_instances")
+    flags = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy")
+    flags += ("num_distributed_optimizer_instances",)
+    t.use(*flags)
+    of_megatron = t["use_megatron_fsdp"] or t["use_custom_fsdp"]
+    sharded = t["use_torch_fsdp2"] or (of_megatron and t["data_parallel_sharding_strategy"] == ZERO3)
     left = replicas // expert
     if sharded and left % copies:
         raise t.arguments.fail(
             f"{t.arguments.shown('num_distributed_optimizer_instances')} does not divide {left}", "correct it"
         )
-    flags = ("use_torch_fsdp2", "use_megatron_fsdp", "num_distributed_optimizer_instances")
     rest = f"{counted(t.world, 'device')} / the other axes"
-    t.put("mesh.data", (copies if sharded else left), *(flags if sharded else ()), note=rest)
+    t.put("mesh.data", (copies if sharded else left), *(flags if sharded or of_megatron else ()), note=rest)
     if sharded:
         t.put("mesh.fsdp", left // copies, *flags)
     if expert > 1:

@@ -166,7 +166,7 @@ def _muon(t: Translation) -> None:
 
 def _decoupled(t: Translation) -> None:
     """A rate of its own for embeddings and head: a multiple of the schedule's, its lowest one too."""
-    factor = t["decoupled_lr"] / t["lr"]
+    factor = t["decoupled_lr"] / t.arguments.required("lr")
     lowest = t["min_lr"] if t["decoupled_min_lr"] is None else t["decoupled_min_lr"]
     if abs(lowest - factor * t["min_lr"]) > 1e-5 * max(lowest, t["min_lr"]):  # the cure's digits
         cure = f"write --decoupled-min-lr {factor * t['min_lr']:g}"
@@ -214,13 +214,14 @@ def translate_precision(t: Translation) -> None:
 
 
 def _fp8(t: Translation) -> None:
-    prefix, name = "precision.fp8.", "fp8_recipe" if t["fp8"] else "fp4_recipe"
-    t.use("fp8" if t["fp8"] else "fp4", "transformer_impl")
+    prefix, form = "precision.fp8.", "fp8" if t["fp8"] else "fp4"
+    name = f"{form}_recipe"
+    t.use(form, "transformer_impl")
     if t[name] == "custom":
         t.refuse("run.extensions registers a recipe of your own, in megajax's form", name)
         return
     recipe = CURRENT.name if t[name] == "tensorwise" else t[name]
-    t.put(f"{prefix}recipe", recipe, name)
+    t.put(f"{prefix}recipe", recipe, form, name)
     if RECIPES[recipe].has_kernels:
         t.put(f"{prefix}format", t["fp8"], "fp8")
     if RECIPES[recipe].keeps_history:
