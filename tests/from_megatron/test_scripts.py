@@ -10,6 +10,7 @@ import yaml
 
 import megajax.tools.from_megatron
 from megajax import commands
+from megajax.console import TRACEBACK
 from megajax.errors import InputError
 from megajax.tools.from_megatron.__main__ import read, translate
 from megajax.tools.from_megatron.launch_line import from_script
@@ -187,6 +188,9 @@ def test_a_test_of_a_file_is_that_of_bash(place):
     [
         ("torchrun --nproc-per-node 4 --nnodes=2 p.py", 8),
         ("torchrun --nproc_per_node=4 p.py", 4),
+        ("deepspeed --num_nodes 3 --num_gpus=2 p.py", 6),
+        ("mpirun -n 6 python p.py", 6),
+        ("#SBATCH --ntasks=6\nsrun python p.py", 6),
         ("srun -N 2 --ntasks-per-node=8 python -u p.py", 16),
         ("mpirun -np 6 python p.py", 6),
         ("srun -n 4 --ntasks 2 -n 8 python p.py", 8),  # the last one counts
@@ -202,6 +206,33 @@ def test_a_test_of_a_file_is_that_of_bash(place):
 def test_the_number_of_devices_is_that_of_the_launcher(place, launcher, world):
     (place / "train.sh").write_text(f"{launcher} {SMALL}")
     assert read(["train.sh"])[1] == world
+
+
+@pytest.mark.parametrize("flag", ["micro-batch-size", "num-layers", "hidden-size", "yaml-cfg", "use-checkpoint-args"])
+def test_a_line_with_a_flag_of_each_training_is_the_launch_line(place, flag):
+    assert words(place, f"tool.py --save x\np.py --{flag}=1") == [f"--{flag}=1"]
+
+
+@pytest.mark.parametrize("suffix", ["sh", "bash", "slurm", "sbatch", "yaml", "yml"])
+def test_a_file_that_is_missing_is_named_by_its_suffix(suffix, capsys):
+    words = ["8"] if suffix[0] != "y" else []  # an argument of the script
+    assert f"run.{suffix} cannot be read, No such file" in sentence(capsys, f"run.{suffix}", *words)
+
+
+def test_each_option_of_the_help_is_ours_before_a_line_of_megatrons_flags(capsys, monkeypatch):
+    monkeypatch.setenv(TRACEBACK, "")  # which the option sets
+
+    def printed(option: str) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            commands.main(["from-megatron", option, *SMALL.split()])
+        assert stopped.value.code == 0
+        return capsys.readouterr().out
+
+    texts = {option: printed(option) for option in ("-h", "--help", "--version")}
+    options = re.findall(r"^  (-.*?)(?:  |$)", texts["-h"], re.MULTILINE)
+    assert options == ["-h, --help", "--version", "--traceback", "--write FILE", "--world N"]
+    assert texts["--help"] == texts["-h"] and texts["--version"].startswith("megajax ")
+    assert commands.main(["from-megatron", "--traceback", *SMALL.split(), "--world", "1"]) == 0
 
 
 def test_a_shell_without_a_text_has_no_launch_line(place, capsys):
@@ -227,7 +258,9 @@ def test_sourced_files_are_read_and_others_are_named(place):
 
 
 def test_variables_and_arguments_without_a_value_are_named(place, capsys):
-    (place / "train.sh").write_text(f"torchrun --nproc-per-node 2 $HERE/p.py {SMALL} $NOT_SET --save $1 --seed 3")
+    (place / "train.sh").write_text(
+        f"echo $! $? $$\ntorchrun --nproc-per-node 2 $HERE/p.py {SMALL} $NOT_SET --save $1 --seed 3"
+    )
     said = sentence(capsys, "train.sh")
     assert "--save has no value" in said and "NOT_SET" not in said
     with pytest.warns(UserWarning) as warned:
@@ -370,6 +403,7 @@ OTHER_MODELS = {
         (f"{SMALL} --zzz 1 --num-layer 3 --zzz 2", ("2 words are not flags",)),
         (f"p.py --zzz 1 {SMALL}", ("--zzz is not a flag",)),
         (f"{SMALL} --seed one", ("--seed one is not an integer",)),
+        (f"{SMALL} --min-lr one", ("--min-lr one is not a number",)),
         (f"{SMALL} --qk-clip --qk-clip-alpha 0.3", ("--qk-clip-alpha 0.3", "alpha is 0.5")),
         (f"{SMALL} --bf16 yes", ("yes is not a flag",)),
         (f"{SMALL} --tensor-model-parallel-size 3", ("the world size 1 is no multiple",)),

@@ -9,7 +9,7 @@ import yaml
 from megajax.config.megatron_flags import KEY
 from megajax.errors import InputError
 from megajax.tools.from_megatron.__main__ import read, translate
-from megajax.tools.from_megatron.arguments import DESTS, from_yaml
+from megajax.tools.from_megatron.arguments import DESTS, from_mapping, from_yaml
 
 STORED = json.loads((Path(__file__).parents[1] / "data_files/megatron_lines.json").read_text())
 LINE: str = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
@@ -108,3 +108,33 @@ def test_layers_of_the_first_and_the_last_stage_of_a_yaml_file(tmp_path):
 @pytest.mark.parametrize("value", [None, False, [], ""])
 def test_a_name_of_a_yaml_file_without_a_value_is_no_setting(value, tmp_path):
     assert given_by(tmp_path, {"of_another_version": value}) == {}
+
+
+def keys(line: list[str]) -> dict:
+    return yaml.safe_load(translate(read(line)[0], 1)[0])
+
+
+POSITIONS = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "none": "none"}
+
+
+@pytest.mark.parametrize("kind", [*POSITIONS, "mrope", "relative"])
+def test_positions_are_translated_or_refused(kind):
+    line = f"{LINE} --position-embedding-type {kind}".split()
+    if kind in POSITIONS:
+        assert keys(line)["model"]["position"] == POSITIONS[kind]
+    else:
+        with pytest.raises(InputError, match=f"--position-embedding-type {kind}: positions are rotary"):
+            keys(line)
+
+
+def test_a_file_has_the_paths_of_each_split(tmp_path):
+    (tmp_path / "split.json").write_text('{"train": ["0.5", "a", "0.5", "b"], "valid": ["c"], "test": ["d"]}')
+    line = LINE.replace("--mock-data", f"--per-split-data-args-path {tmp_path}/split.json")
+    found = keys(line.split())["data"]
+    assert [each["prefix"] for each in found["train"]] == ["a", "b"]
+    assert (found["valid"], found["test"]) == ("c", "d")
+
+
+def test_saved_names_of_a_transformer_config_are_those_of_their_flags():
+    given = from_mapping({"num_moe_experts": 8, "fp8_param": True, "use_flash_attn": True}, "a checkpoint").given
+    assert given == {"num_experts": 8, "fp8_param_gather": True, "use_flash_attn": True}

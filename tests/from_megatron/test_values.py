@@ -105,6 +105,41 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         {"run.hang_min_seconds": 420.0},
     ),
     "no split is 969, 30, 1": (f"{FILES} --data-path x", 1, {"data.split": "969,30,1", "data.order": "megatron"}),
+    "data of three splits": (
+        f"{FILES} --train-data-path a --valid-data-path 1 b 2.5 c --test-data-path d",
+        1,
+        {
+            "data.train": "a",
+            "data.valid": [{"prefix": "b", "weight": 1}, {"prefix": "c", "weight": 2.5}],
+            "data.test": "d",
+        },
+    ),
+    "chats of three splits": (
+        f"{FILES} --sft --tokenizer-model /t --train-data-path a --valid-data-path b --test-data-path c",
+        1,
+        {"data.kind": "chat", "data.train": "a", "data.valid": "b", "data.test": "c"},
+    ),
+    "evaluation sets of their own": (
+        f"{FILES} --train-data-path a --valid-data-path 1 b 2 c --multiple-validation-sets --validation-set-names d e",
+        1,
+        {"data.valid_sets": [{"name": "d", "prefix": "b"}, {"name": "e", "prefix": "c"}], "data.valid": None},
+    ),
+    "GPT-2's tokenizer in its folder": (
+        f"{FILES} --data-path x --vocab-file a/vocab.json --merge-file a/merges.txt",
+        1,
+        {"data.tokenizer": "a"},
+    ),
+    "experts over context and tensor too": (
+        f"{EXPERTS} --tensor-model-parallel-size 2 --context-parallel-size 2 --expert-tensor-parallel-size 1"
+        " --expert-model-parallel-size 8",
+        8,
+        {"mesh.experts_over": ["expert", "context", "tensor"], "mesh.expert": 2, "mesh.data": 1},
+    ),
+    "a dispatcher of earlier versions": (
+        f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall_seq",
+        2,
+        {"communication.experts": "all_to_all"},
+    ),
     "a split of two": (f"{FILES} --data-path x --split 99,1", 1, {"data.split": "99,1,0"}),
     "tokens to fill in": (
         f"{FILES} --data-path x --tokenizer-type HuggingFaceTokenizer --tokenizer-model ./x --fim-data --fim-rate 0.3"
@@ -251,11 +286,6 @@ def test_saved_moments_have_the_form_of_their_flags(dtype, name, state):
     )
     found = yaml.safe_load(translate(from_mapping(saved, "a checkpoint"), 1)[0])["optimizer"]["state"]
     assert found == expected["optimizer.state"] == state
-
-
-def test_saved_names_of_a_transformer_config_are_those_of_their_flags():
-    given = from_mapping({"num_moe_experts": 8, "fp8_param": True, "use_flash_attn": True}, "a checkpoint").given
-    assert given == {"num_experts": 8, "fp8_param_gather": True, "use_flash_attn": True}
 
 
 @pytest.mark.parametrize(("flags", "steps"), [("", 0), ("--valid-data-path y", 100)])
