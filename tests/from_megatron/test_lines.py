@@ -268,13 +268,45 @@ def check_arguments(config, a: Parsed) -> None:
     assert not {key: (mine[key], own[key]) for mine, own in pairs for key in own if mine[key] != own[key]}
 
 
-def test_the_arguments_of_experts_of_a_dense_model_are_the_parsers_defaults():
+# Those of the parser that any run has values of its own for, and the parser's values that are not a default's
+OF_A_RUN = {
+    *("num_layers", "encoder_num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
+    *("vocab_size", "padded_vocab_size", "normalization", "add_bias_linear", "bias_gelu_fusion", "swiglu"),
+    *("untie_embeddings_and_output_weights", "position_embedding_type", "max_position_embeddings", "rope_type"),
+    *("attention_dropout", "hidden_dropout", "yarn_correction_range_round_to_int", "seq_length", "encoder_seq_length"),
+    *("mock_data", "lr", "train_iters", "global_batch_size", "micro_batch_size", "no_save_optim", "no_save_rng"),
+    *("no_load_optim", "no_load_rng", "use_cpu_initialization", "overlap_p2p_comm", "deprecated_use_mcore_models"),
+    *("attention_backend", "help"),
+}
+MIXTURE = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 8}
+LAYERS = [  # several ways to say the kinds of layers, and Megatron's argument
+    (MIXTURE | {"block_pattern": ["dense", "moe"]}, 2, "moe_layer_freq", [0, 1]),
+    (MIXTURE | {"first_dense_layers": 1}, 2, "moe_layer_freq", [0, 1]),
+    (MIXTURE | {"moe_layer_interval": 2}, 4, "moe_layer_freq", [0, 1, 0, 1]),
+    ({"sliding_window": 8, "layer_pattern": [*["local", "global"] * 2]}, 4, "window_attn_skip_freq", [1, 0, 1, 0]),
+    ({"rope_pattern": [*["rope", "none"] * 2]}, 4, "no_rope_freq", [0, 1, 0, 1]),
+]
+YARN = {"kind": "yarn", "factor": 4.0, "original_max_positions": 16}
+
+
+def exported(model: dict, layers: int = 1) -> dict:
+    small = {"num_layers": layers, "hidden_size": 16, "num_heads": 2, "vocab_size": 50}
+    return arguments_for(make_config(small | model), 0, 0, (1, 1, 1))
+
+
+def test_the_arguments_that_a_run_does_not_decide_are_the_parsers_defaults():
     """Values of Megatron's types, which are not always those of the words of a line."""
-    found = arguments_for(
-        make_config({"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 50}), 0, 0, (1, 1, 1)
-    )
-    defaults = {name: value for name, value in THEIR_DEFAULTS.items() if name.startswith("moe_")}
-    assert {name: found.get(name) for name in defaults} == defaults and len(defaults) > 40
+    found = exported({})
+    assert {name for name, value in THEIR_DEFAULTS.items() if found.get(name) != value} == OF_A_RUN
+
+
+@pytest.mark.parametrize(("model", "layers", "name", "expected"), LAYERS, ids=str)
+def test_kinds_of_layers_are_exported_however_they_are_said(model, layers, name, expected):
+    assert exported(model, layers)[name] == expected
+
+
+def test_a_factor_that_does_not_count_is_no_obstacle_to_an_export():
+    assert exported({"rope_scaling": YARN | {"mscale": 0.7}})["mscale"] == 1  # as in transformers
 
 
 def check_comments(text: str) -> None:

@@ -633,9 +633,13 @@ def test_an_inverse_root_differs_without_warm_up_and_with_a_minimum_before_the_l
     assert any("row inverse-sqrt)" in text for text in settings(f"{SMALL} {schedule}")[1]) == differs
 
 
-@pytest.mark.parametrize(("style", "differs"), [("linear", True), ("cosine", True), ("constant", False)])
-def test_a_decay_within_a_step_differs_where_there_is_a_decay(style, differs):
-    line = f"{SMALL.replace('--train-iters 10', '--train-samples 16')} --global-batch-size 2 --lr-decay-samples 9"
+@pytest.mark.parametrize("length", ["decay-samples 9", "warmup-samples 3", "wsd-decay-samples 5"])
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root", "WSD"])
+def test_a_length_within_a_step_differs_where_the_style_has_it(style, length):
+    differs = length[0] != "d" or style not in ("constant", "inverse-square-root")
+    differs = style == "WSD" if length.startswith("wsd") else differs
+    line = f"{SMALL.replace('--train-iters 10', '--train-samples 16')} --global-batch-size 2"
+    line += f" --lr-wsd-decay-samples 4 --lr-{length}"
     assert any("row sample-rates)" in text for text in settings(f"{line} --lr-decay-style {style}")[1]) == differs
 
 

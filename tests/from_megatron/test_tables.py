@@ -127,6 +127,14 @@ def test_positions_are_translated_or_refused(kind):
             keys(line)
 
 
+def test_yarn_of_latent_attention_has_both_factors_of_mscale():
+    line = f"{LINE} --multi-latent-attention --qk-layernorm --position-embedding-type rope --disable-bias-linear"
+    flags = "--rotary-scaling-factor 4 --mscale 0.7 --mscale-all-dim 0.5"
+    scaling = keys(f"{line} {flags}".split())["model"]["rope_scaling"]
+    expected = {"kind": "yarn", "factor": 4, "original_max_positions": 4096, "beta_fast": 32, "beta_slow": 1}
+    assert scaling == expected | {"mscale": 0.7, "mscale_all_dim": 0.5}
+
+
 def test_a_file_has_the_paths_of_each_split(tmp_path):
     (tmp_path / "split.json").write_text('{"train": ["0.5", "a", "0.5", "b"], "valid": ["c"], "test": ["d"]}')
     line = LINE.replace("--mock-data", f"--per-split-data-args-path {tmp_path}/split.json")

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from megatron_files import pattern, stored, unpacked
+from megatron_files import FILES, pattern, stored, unpacked
 from single_device import make_config
 
 from megajax import commands
@@ -24,7 +24,7 @@ from megajax.config import load_config
 from megajax.errors import InputError
 from megajax.megatron import METADATA, NEWEST
 from megajax.megatron.convert import load, open_tensors
-from megajax.megatron.distributed import saved_arguments
+from megajax.megatron.distributed import common_state, newest, saved_arguments
 from megajax.megatron.pickled import Plain, load_plain
 from megajax.megatron.torch_files import Call, Instance, Named, Pairs, pickled
 from megajax.megatron.writer import CheckpointWriter
@@ -129,6 +129,16 @@ def tensors(folder):
     return described, metadata.state_dict_metadata.keys() - found.keys()
 
 
+def attributes(value, found: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The attributes of the objects within a description, by class."""
+    if isinstance(value, Plain):
+        found.setdefault(type(value).__name__, set()).update(vars(value).keys() - {"state", "made_of"})
+    parts = vars(value) if isinstance(value, Plain) else value
+    for part in [*parts, *parts.values()] if isinstance(parts, dict) else parts if type(parts) in (list, tuple) else ():
+        attributes(part, found)
+    return found
+
+
 def names(pickle_bytes: bytes) -> set[tuple[str, str]]:
     """The classes and functions that a pickle names."""
     found, texts = set(), []
@@ -152,6 +162,9 @@ def test_the_list_of_tensors_is_that_of_megatrons_own_checkpoint(make_run, tmp_p
     assert all(key.endswith(ALIASES) for key in found.keys() - expected.keys())  # of norms, as Transformer Engine's
     assert {key for key in their_objects if not key.startswith("common_state/")} <= objects
     assert all("_extra_state/shard_" in key for key in objects)
+    mine, own = (attributes(load_plain((each / METADATA).read_bytes(), "file"), {}) for each in (out, theirs))
+    newer = {"Metadata": {"all_local_plans", "version"}}
+    assert mine == {kind: own[kind] - newer.get(kind, set()) for kind in mine} and len(mine) > 5
     ours = names((out / METADATA).read_bytes())
     assert {name for _, name in ours} <= {name for _, name in names((theirs / METADATA).read_bytes())}
     assert (out / "metadata.json").read_text() == (theirs / "metadata.json").read_text()
@@ -161,6 +174,7 @@ def test_the_list_of_tensors_is_that_of_megatrons_own_checkpoint(make_run, tmp_p
         for folder in (out, theirs)
     )
     assert found <= expected  # of one tensor's archive
+    assert not any(member[0] not in "./" for member in expected - found)  # the others are hidden ones
 
 
 def test_the_arguments_are_the_models_and_have_the_position_of_the_run(make_run, tmp_path):
@@ -169,8 +183,13 @@ def test_the_arguments_are_the_models_and_have_the_position_of_the_run(make_run,
     arguments = saved_arguments(tmp_path / "out")
     expected = {"iteration": STEP, "consumed_train_samples": 36, "tensor_model_parallel_size": 2, "num_query_groups": 2}
     expected |= {"padded_vocab_size": 64, "make_vocab_size_divisible_by": 16, "no_save_optim": True, "world_size": 4}
+    expected |= {"vocab_size": 50}
     assert {key: arguments[key] for key in expected} == expected
     assert commands.main(["from-megatron", str(tmp_path / "out"), "--write", str(tmp_path / "back.yaml")]) == 0
+    with zipfile.ZipFile(FILES / "megatron_training.zip") as archive:
+        archive.extractall(tmp_path / "theirs", [name for name in archive.namelist() if name.startswith("gpt/")])
+    theirs = common_state(newest(tmp_path / "theirs/gpt"))["content_metadata"]
+    assert common_state(tmp_path / f"out/iter_{STEP:07d}")["content_metadata"] == theirs
     back = load_config(tmp_path / "back.yaml").model
     assert back == config.model.model_copy(update={"vocab_size": 64, "init_std": back.init_std})
 
