@@ -78,6 +78,17 @@ def test_a_weight_lies_where_the_table_says(shape, axes, spec):
     assert placement.storage_dim == (axes.index("embed") if "embed" in axes else None)
 
 
+@pytest.mark.parametrize("axis", AXES)
+def test_in_use_each_axis_divides_every_matrix(axis):
+    """There no axis divides stages or a batch; over `tensor` heads and widths are divided, over `expert` experts."""
+    matrix = place_in_use((2, 64, 96), ("layers", "embed", "mlp"), sizes(**{axis: 4}))
+    assert matrix == (P(None, None, (axis,)) if axis == "tensor" else P(None, (axis,), None))
+    experts = place_in_use((2, 8, 64, 96), ("layers", "experts", "embed", "expert_mlp"), sizes(**{axis: 4}))
+    assert experts == (
+        P(None, None, (axis,), None) if axis not in ("expert", "tensor") else P(None, (axis,), None, None)
+    )
+
+
 @pytest.mark.parametrize(
     ("mesh", "stored"),
     [

@@ -4,7 +4,9 @@ The declarations are compared with a trace: of the weights that it uses, those o
 names of arrays.
 """
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ from mesh_models import GPT2, HYBRID, KIMI, LATENT_MODELS, MAMBA, MIXTRAL, MODEL
 
 from megajax.config import ModelConfig
 from megajax.layout.kinds import BUILT_IN_BLOCKS, DECLARED, KINDS, LayerKind
+from megajax.layout.sublayers import ABILITIES
 from megajax.model.block import SUBLAYERS, Block
 from megajax.model.comm import Comm, TokenPositions
 from megajax.model.parameters import parameters
@@ -155,3 +158,33 @@ def test_the_cases_have_every_kind_of_block_and_checks_know_the_sublayers():
     for name, part in SUBLAYERS.items():
         own = DECLARED[name]
         assert (own.in_order, own.has_experts, own.streams) == (part.IN_ORDER, part.HAS_EXPERTS, part.STREAMS), name
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+IN_WORDS = {"attention": "attention", "an MLP": "mlp", "experts": "moe", "gated DeltaNet": "gated_deltanet"}
+IN_WORDS |= {"Kimi delta attention": "kda", "Mamba-2": "mamba2"}
+WITHOUT_KEY = {"first": ("attention", "mlp"), "decoder": ("attention", "cross_attention", "mlp")}  # of other settings
+
+
+def rows(page: str, header: str) -> list[list[str]]:
+    """The cells of a table of the docs."""
+    lines = (DOCS / page).read_text().partition(f"\n{header}\n")[2].splitlines()[1:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[: lines.index("")]]
+
+
+def test_the_kinds_of_blocks_have_the_sublayers_that_the_docs_name():
+    found: dict[str, tuple[str, ...]] = {}
+    for named, text in rows("hybrids.md", "| kind | sublayers |"):
+        kinds, (words, _, last) = re.findall(r"`(\w+)`", named), text.partition(", as in")[0].partition(", or ")
+        parts = [part for word, part in IN_WORDS.items() if re.search(rf"(?<!delta ){word}\b", words)]
+        parts = sorted(parts, key=lambda part: part == "mlp")
+        if "alone" in text:
+            found |= {kind: (IN_WORDS.get(kind, kind),) for kind in kinds}
+        else:
+            found |= dict(zip(kinds, ((*parts,), (parts[0], IN_WORDS.get(last, ""))), strict=False))
+    assert found | WITHOUT_KEY == BUILT_IN_BLOCKS
+
+
+def test_the_abilities_are_those_that_the_docs_list():
+    cells = rows("extensions.md", "| word | needed by | the sublayer |")
+    assert sorted(word for first, *_ in cells for word in re.findall(r"`(\w+)`", first)) == sorted(ABILITIES)
