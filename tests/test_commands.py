@@ -1,10 +1,13 @@
 """`megajax COMMAND` is `python -m megajax.COMMAND`; each says how it was called."""
 
+import ast
+import importlib.util
 import sys
+from pathlib import Path
 
 import pytest
 
-from megajax import commands
+from megajax import commands, console
 
 COMMANDS = (
     "train launch preflight plan compile verify generate chat evaluate checkpoints status average schedule plot bench "
@@ -24,6 +27,15 @@ def test_usage_names_the_program_as_it_was_called(called, monkeypatch, capsys):
         commands.main()
     assert stopped.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: {CALLS[called]} [-h]")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_module_of_a_command_says_how_it_is_called(name):
+    spec = importlib.util.find_spec(console.COMMANDS[name][0])
+    assert spec is not None and spec.origin is not None
+    words = (ast.get_docstring(ast.parse(Path(spec.origin).read_text())) or "").split()
+    called = [after.strip("`:") for word, after in zip(words, words[1:], strict=False) if word.lstrip("`") == "megajax"]
+    assert name in called, called
 
 
 @pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]])

@@ -1,4 +1,4 @@
-"""`python -m megajax.checkpoint.inspect RUN`: a run's checkpoints, their sizes and meshes, and their damage."""
+"""`megajax checkpoints RUN`: a run's checkpoints, their sizes and meshes, and their damage."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""`python -m megajax.config.json_schema > megajax.schema.json`: the config's JSON schema, for editors."""
+"""`megajax schema > megajax.schema.json`: the config's JSON schema, for editors."""
 
 import json
 import sys

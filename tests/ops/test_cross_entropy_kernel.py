@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache, partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from megajax.ops import Vocabulary, chunk_loss_and_grad, cross_entropy_kernel
+from megajax.ops import CHUNK_LOSSES, LossImplementation, Vocabulary, chunk_loss_and_grad, cross_entropy_kernel
 from megajax.ops.cross_entropy_kernel import RowTiling
 
 # 7 whole steps of two vectors and a rest: of two vectors, the last one cut off.
@@ -47,6 +48,11 @@ def run_reference(logits, *batch, **options):
 def check(error, found, expected, tolerance=1e-5):
     np.testing.assert_allclose(found[:2], expected[:2], rtol=1e-6)
     assert error(found[2], expected[2]) < tolerance
+
+
+def test_each_implementation_has_its_function():
+    functions = {"reference": chunk_loss_and_grad, "pallas": cross_entropy_kernel.chunk_loss_and_grad}
+    assert functions == CHUNK_LOSSES and {*get_args(LossImplementation)} == {*functions}
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from megajax.layout.kinds import KINDS, expert_layers
 from megajax.mesh import build_mesh
 from megajax.model import EVERYTHING, Sublayer, Transformer, bind, declare, init_parameters, register_block
 from megajax.model.attention import Attention
-from megajax.model.block import dropout_key
+from megajax.model.block import Block, dropout_key
 from megajax.model.mlp import MLP
 from megajax.model.moe import MoE
 from megajax.schema.fields import Count, Section
@@ -477,7 +477,7 @@ def test_an_array_that_is_not_declared_is_a_sentence(table, monkeypatch, make):
         Transformer(table.make_config(MODELS["llama"] | {"block_pattern": ["own"]}, {}).model)
 
 
-def test_a_part_is_checked_when_it_is_registered(monkeypatch):
+def test_a_part_is_checked_when_it_is_registered(table):
     class Lacking(Sublayer):
         NAME = "lacking"
 
@@ -493,8 +493,8 @@ def test_a_part_is_checked_when_it_is_registered(monkeypatch):
     class Fuse(Mean):
         NAME = "fuse"  # a method of a block
 
-    class Parallel(Mean):
-        NAME = "parallel"  # an attribute of each
+    class Nameless(Sublayer):
+        LINEAR, apply = Mean.LINEAR, Mean.apply
 
     class Few(Squared):
         def apply(self, w, x):
@@ -511,13 +511,19 @@ def test_a_part_is_checked_when_it_is_registered(monkeypatch):
         ((Attention, Attention), "mine", "two sublayers of the block mine have the name .* attention: name one"),
         ((Attention, Untold), "mine", "Untold.LOSSES has 'half', which METRICS has not: add it"),
         ((Attention, Fuse), "mine", "the block mine has the name 'fuse', which it cannot have: rename"),
-        ((Attention, Parallel), "mine", "the block mine has the name 'parallel', which it cannot have: rename"),
+        ((Attention, Nameless), "mine", "Nameless does not define NAME"),
         ((Squared, Same), "mine", "two sublayers of the block mine have the name or the metric power: rename one"),
         ((Mean, MLP), "dense", "dense has attention .*Attention.* already: choose another name"),
         ((), "mine", "give a name, such as my_block, and its sublayers"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             register_block(kind, *parts)
+    block = Block(table.make_config(MODELS["llama"], {}).model, "dense")
+    own = {name for name in vars(block) if name.isidentifier() and not name.startswith("_")} - {*block.names}
+    assert {"config", "names"} <= own
+    for name in own:
+        with pytest.raises(ConfigError, match=f"the block mine has the name '{name}', which it cannot have: rename"):
+            register_block("mine", Attention, type("Same", (Mean,), {"NAME": name}))
     assert "mine" not in KINDS
     register_block("mean", Mean, MLP)  # again, as in a notebook
     assert KINDS["mean"] == {"mean": Mean, "mlp": MLP}

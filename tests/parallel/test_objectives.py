@@ -212,7 +212,10 @@ def test_wrong_settings_and_batches_are_sentences(table):
         ({"loss": lambda self, log_probs: -log_probs}, r"Wrong.loss .*: write loss\(self, log_probs, fields\)"),
         ({"FIELDS": {"reward": "flaot32"}}, "Wrong.FIELDS has reward: 'flaot32': give a dtype"),
         ({"FIELDS": {"reward": (jnp.float32, "8")}}, "Wrong.FIELDS has reward: .*'8'.*: give a dtype"),
-        ({"METRICS": ("loss",)}, r"Wrong.METRICS is \('loss',\): give a tuple of names, none of them loss, z_loss"),
+        *(
+            ({"METRICS": (name,)}, rf"Wrong.METRICS is \('{name}',\): give a tuple of names, none of them loss, z_loss")
+            for name in ("loss", "z_loss", "tokens", "mtp_loss")
+        ),
         ({"METRICS": "margin"}, "Wrong.METRICS is 'margin': give a tuple"),
     ):
         with pytest.raises(ConfigError, match=sentence):
