@@ -314,11 +314,18 @@ def _source(var: Any, made: Mapping[Var, JaxprEqn]) -> Any:
     return var
 
 
+def _is_costly(equation: JaxprEqn) -> bool:
+    """Whether XLA does not run it again; jax's own functions, such as `jnp.sort`, are calls of what they compute."""
+    name = equation.primitive.name
+    inside = jaxprs_inside(equation) if name == "jit" else ()
+    return name in COSTLY or any(_is_costly(each) for jaxpr in inside for each in jaxpr.eqns)
+
+
 def _operands(var: Any, made: Mapping[Var, JaxprEqn], of_tokens: set[Var]) -> set[Any]:
     """The arrays that XLA keeps in place of `var`: smaller ones from which it computes `var` again, elementwise."""
     found = {var}
     while found == {var} or _bytes(found) >= _bytes({var}):
-        ahead = [each for each in found if each in made and made[each].primitive.name not in COSTLY]
+        ahead = [each for each in found if each in made and not _is_costly(made[each])]
         if not ahead:
             return {var}
         largest = max(ahead, key=lambda each: _bytes({each}))
