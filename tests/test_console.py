@@ -19,7 +19,19 @@ from megajax import commands
 from megajax.config import load_config
 from megajax.config.load import keys as list_keys
 from megajax.config.options import OPTIONS
-from megajax.console import COMMANDS, CRASH, MISTAKE, command, described, fold, memory_size, outcome, size, user_errors
+from megajax.console import (
+    COMMANDS,
+    CRASH,
+    DONE,
+    MISTAKE,
+    command,
+    described,
+    fold,
+    memory_size,
+    outcome,
+    size,
+    user_errors,
+)
 from megajax.errors import InputError, UserError, reading
 from megajax.training.logs import console_line
 
@@ -285,6 +297,7 @@ def test_a_record_of_an_error_has_its_text_or_else_its_name():
     assert described(RuntimeError("no memory")) == ("no memory", CRASH)
     assert described(RuntimeError()) == ("RuntimeError", CRASH)
     assert described(InputError("correct it")) == ("correct it", MISTAKE)
+    assert described(BrokenPipeError()) == ("nobody reads the output.", DONE)
 
 
 CURES = {
@@ -352,6 +365,7 @@ def test_no_message_about_a_config_has_more_than_200_characters_of_a_value(tmp_p
             except UserError as error:
                 refused += 1
                 assert not REPEATED.search(str(error)), key
+                assert " is not valid (" not in str(error), "these words, and the cure, are pydantic's"
     assert refused > 100
 
 

@@ -314,6 +314,7 @@ _PROBLEMS = {
     "string_too_short": ("is empty", "write a name"),
     "tuple_type": ("is not a list", "write it in brackets, with commas"),
     "too_short": ("is empty", "give at least one entry"),
+    "too_long": ("has too many entries", "give {max_length}"),
     "union_tag_not_found": (
         "is not a data source",
         "write a path prefix, or a list of {{prefix, weight}}",
@@ -358,10 +359,8 @@ def _choices(mistakes: Sequence[Any]) -> list[str]:
     expected = [
         item["ctx"]["expected"]
         for item in mistakes
-        if item["type"] == "literal_error" and not _is_list_for_a_choice(item)
+        if item["type"] == "literal_error" and (len(mistakes) == 1 or not _is_list_for_a_choice(item))
     ]
     kinds = {item["type"] for item in mistakes}
-    if any(kind.startswith(("greater_than", "less_than")) for kind in kinds):  # a number, where a choice may be one
-        return []
     others = ["true", "false"] * ("bool_type" in kinds) + ["a number"] * ("int_type" in kinds)
     return [*others, *re.findall(r"'([^']*)'", " ".join(expected))] if expected else []

@@ -69,4 +69,4 @@ class Registry[Registered: Option](dict[str, Registered]):
         return core_schema.no_info_plain_validator_function(self.check)
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        return {"enum": self.choices, "type": "string"}
+        return {"enum": self.choices}

@@ -113,6 +113,9 @@ OVERRIDES = {
     "mesh.data=0": (
         "mesh.data=0 is not a mesh size (@): use 1 or more, or -1 on one axis to take all remaining devices."
     ),
+    "model.norm=[rmsnorm]": (
+        "model.norm=[rmsnorm] is not a choice (@): did you mean rmsnorm? The choices are rmsnorm and layernorm."
+    ),
     "data.train=3": "data.train=3 is not a data source (@): write a path prefix, or a list of {prefix, weight}.",
     "checkpoint.allow_changes=[data, data.trian]": (
         "checkpoint.allow_changes names data.trian, which is no config key (@): did you mean data.train?"
@@ -121,6 +124,11 @@ OVERRIDES = {
         "checkpoint.allow_changes names model.num_lay, which is no config key (@): did you mean model.num_layers?"
     ),
     "model=3": "model=3 is not a mapping (@): set its keys, such as model.num_layers.",
+    "model=num_layers:4": "model=num_layers:4 is not a mapping (@): write a space after each colon.",
+    "model.rope_sections=[1, 2, 3, 4]": "model.rope_sections=[1, 2, 3, 4] has too many entries (@): give 3.",
+    "optimizer.muon.coefficients=[[1, 2, 3, 4]]": (
+        "optimizer.muon.coefficients.0=[1, 2, 3, 4] has too many entries (@): give 3."
+    ),
     "objective.settings=3": "objective.settings=3 is not a mapping (@): write its keys in braces, as {name: value}.",
     "run.hook_settings.norms=3": (
         "run.hook_settings.norms=3 is not a mapping (@): write its keys in braces, as {name: value}."
@@ -194,6 +202,18 @@ FILES = {
     "model:\n  num_layers: 4: 5\n": (
         "not valid YAML (bad.yaml, line 2): mapping values are not allowed here; check the indentation and the space"
         " after each colon, and quote text with a colon."
+    ),
+    "run:\n\tseed: 1\n": (
+        "not valid YAML (bad.yaml, line 2): found character '\\t' that cannot start any token; indent with spaces"
+        " instead of tabs."
+    ),
+    "run:\n  seed: 1\n name: b\n": (
+        "not valid YAML (bad.yaml, line 3): expected <block end>, but found '<block mapping start>'; check the"
+        " indentation."
+    ),
+    "run: {steps: 1}\nmodel\nbatch: {}\n": (
+        "not valid YAML (bad.yaml, line 3): could not find expected ':'; write key: value, with a space after the"
+        " colon."
     ),
     "run:\n  seed: !!python/name:os.system x\n": (
         "not valid YAML (bad.yaml, line 2): could not determine a constructor for the tag"

@@ -16,6 +16,7 @@ data: {kind: synthetic}
 run: {steps: 20}
 """
 FILES = "data.kind=indexed data.train=t data.split=8,1,1"
+YARN, DYNAMIC = (f"model.rope_scaling={{kind:{kind},factor:2}}" for kind in ("yarn", "dynamic"))
 ROUTER = "model.num_experts=8 model.experts_per_token"
 DELTA, MASKED = "model.block_pattern=[gated_deltanet,dense]", "model.causal=false objective.kind=masked_tokens"
 # Settings, what the sentence says of them, and the way out
@@ -35,6 +36,8 @@ REFUSED = [
         "model.relative_buckets=32 and model.relative_max_distance=16",
         "above half of the number of buckets",
     ),
+    (f"{YARN} model.rope_theta=1", "rope_scaling.kind=yarn .* model.rope_theta=1", "use more than 1"),
+    (f"{DYNAMIC} model.rope_fraction=0.25", "kind=dynamic .* model.rope_fraction=0.25", "rotate 4 or more dimensions"),
     ("model.rope_sections=[1,1,1]", r"model.rope_sections=\[1, 1, 1\] has 3 pairs", "make their sum 4, half of 8"),
     (
         "model.rope_sections=[1,1,2] model.rope_interleaved=true",
@@ -63,6 +66,8 @@ ALLOWED = [
     "model.position=relative model.relative_buckets=32 model.relative_max_distance=17",
     "model.rope_sections=[2,1,1] model.rope_interleaved=true",
     "model.rope_sections=[1,1,2]",
+    f"{YARN} model.rope_theta=1.5",
+    f"{DYNAMIC} model.rope_fraction=0.5",
     MASKED,
     DELTA,
 ]

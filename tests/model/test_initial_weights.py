@@ -81,6 +81,7 @@ def test_matrices_have_the_std_norms_are_one_biases_zero_and_recurrences_their_i
     [
         (("embed", "vocab"), True),
         (("layers", "embed", "router"), True),
+        (("modules", "embed", "router"), True),
         (("layers", "embed"), True),  # the gate of a shared expert
         (("embed", "outputs"), True),  # of an objective's own head
         (("modules", "embed", "mlp"), False),

@@ -90,7 +90,7 @@ class Traced:
 
     def __init__(self, part: Sublayer, weights: dict[str, Any], config: ModelConfig, kind: str):
         self.part, self.comm, self.streams = part, NotingComm(), Noting()
-        self.streams.read = set()
+        self.streams.read, self.metrics, self.clips, self.linear = set(), set[str](), False, list[str]()
         positions = jnp.broadcast_to(jnp.arange(S), (B, S))
         streams = {"encoder": (B * S, config.hidden_size), "relative_bias": (config.num_heads, config.relative_buckets)}
 
