@@ -268,10 +268,11 @@ def test_the_sign_of_a_step_counts_only_where_the_gradient_is_no_rounding(expect
 )
 def test_the_small_config_computes_in_the_format_that_is_asked_for(precision, compute, recipe):
     fp8 = {"recipe": "current", "first_bf16_layers": 2, "last_bf16_layers": 3}
-    settings = LARGE | {"precision": {"compute": "bfloat16", "gradients": "bfloat16", "fp8": fp8}}
-    found = shrink(Config.model_validate(settings), [SIZES], 2, precision)[0]
+    formats = dict.fromkeys(("compute", "gradients", "accumulation"), "bfloat16")
+    found = shrink(Config.model_validate(LARGE | {"precision": formats | {"fp8": fp8}}), [SIZES], 2, precision)[0]
     small, exact = found.precision, in_fp32(found).precision
-    assert (small.compute, small.gradients, small.fp8.recipe) == (compute, "float32", recipe)
+    assert (small.compute, small.fp8.recipe) == (compute, recipe)
+    assert small.gradients == small.accumulation == "float32"
     if precision == "fp8":
         assert (small.fp8.first_bf16_layers, small.fp8.last_bf16_layers) == (1, 1)
     assert (exact.compute, exact.gradients, exact.fp8.recipe) == ("float32", "float32", "none")

@@ -114,7 +114,7 @@ def _small_precision(config: Config, precision: Precision) -> dict[str, Any]:
         small |= {"backend": "xla", "amax_history_length": min(fp8.amax_history_length, 4)}
         small |= _bf16_layers(config)
     compute = "bfloat16" if precision == "bfloat16" else "float32"
-    return {"compute": compute, "gradients": "float32", "fp8": small}
+    return {"compute": compute, "gradients": "float32", "accumulation": "float32", "fp8": small}
 
 
 def _bf16_layers(config: Config) -> dict[str, int]:
