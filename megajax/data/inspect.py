@@ -244,8 +244,8 @@ def _number(value: str) -> int:
     return int(value)
 
 
-def _config_lines(options: argparse.Namespace, colour: bool) -> list[str]:
-    config = load_config(options.target, options.overrides)
+def _config_lines(options: argparse.Namespace, run_dir: Path | None, colour: bool) -> list[str]:
+    config = load_config(options.target, options.overrides, run_dir)
     if options.pictures is not None:
         if config.model.vision is None:
             cure = "leave it out"
@@ -280,11 +280,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--split", help="train, valid, test or the NAME of a set (default: train)")
     with user_errors():
         options = parser.parse_intermixed_args(arguments)
-        if (config := Path(options.target) / CONFIG).is_file():
-            options.target = str(config)
+        run_dir = Path(options.target) if Path(options.target, CONFIG).is_file() else None
+        if run_dir is not None:
+            options.target = str(run_dir / CONFIG)
         if options.target.endswith((".yaml", ".yml")):
             colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-            lines = _config_lines(options, colour)
+            lines = _config_lines(options, run_dir, colour)
         elif options.overrides or options.split or options.sample is not None or options.pictures is not None:
             raise InputError(
                 f"{options.target} is the prefix of token files, which have no samples: give a CONFIG (.yaml) for "

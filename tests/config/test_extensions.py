@@ -117,7 +117,7 @@ def test_a_module_without_a_file_may_be_one(monkeypatch):
 
 
 @pytest.mark.parametrize("entry", ["run/ext_inside.py", "link/ext_inside.py", "ext_inside", "ext_space.ext_inside"])
-def test_code_inside_a_run_is_not_imported(entry):
+def test_code_inside_a_run_is_not_imported(entry, capsys):
     """A run's directory may come from someone else: what it names and what lies in it starts nothing by itself."""
     run = Path("run")
     Path(run, "ext_space").mkdir(parents=True)  # a package without __init__.py
@@ -128,6 +128,9 @@ def test_code_inside_a_run_is_not_imported(entry):
     (run / "config.yaml").write_text(BASE.replace("run: {", f"run: {{extensions: [{entry}], "))
     with pytest.raises(ConfigError, match="inside the run's directory, where code is not trusted: move it elsewhere"):
         run_config(run, "RUN")
+    with pytest.raises(SystemExit) as stopped:  # it reads the config by itself
+        commands.main(["inspect", "run"])
+    assert stopped.value.code == 2 and "inside the run's directory" in capsys.readouterr().err
     assert not any("ext_inside" in name for name in sys.modules)
 
 
