@@ -244,7 +244,7 @@ class ModelConfig(Section):
         Excludes(
             "optimizer.kind",
             lambda kind: not OPTIMIZERS[kind].scales_with_width,
-            because="the rates are those of AdamW, Lion and Muon",
+            because="the rates are those of AdamW, AdEMAMix, Lion and Muon",
         ),
         Excludes("lora.rank", because="the rates are those of training all weights"),
         TRAINING_ONLY,
