@@ -25,7 +25,7 @@ from megajax.model.moe import MoE
 from megajax.model.parameters import check_declared, parameters
 from megajax.model.sublayer import MAX_SCORE, LayerContext, Metrics, State, Sublayer, Weights, declare_norm, normalise
 from megajax.ops.barriers import not_repeated
-from megajax.schema.fields import cached
+from megajax.schema.fields import cached, check_attributes
 from megajax.sharding import below
 
 FIRST = "_lora_a"  # after a linear layer's name: its adapter's first matrix
@@ -72,6 +72,7 @@ def _check_part(part: type[Sublayer]) -> None:
         members = f"{listed(missing, 'and')}: see megajax.model.Sublayer"
         raise ConfigError(f"{part.__name__} does not define {members}; LINEAR names one weight at least.")
     check_methods(part, Sublayer)
+    check_attributes(part, Sublayer)
     arguments = ["self", "config", *([] if part.Settings is None else ["settings"])]
     if not accepts(part.__init__, *arguments):
         wanted = f"__init__({', '.join(arguments)})"

@@ -18,7 +18,7 @@ from megajax.model.comm import Comm
 from megajax.model.parameters import parameters
 from megajax.model.sublayer import Weights
 from megajax.options.registered import ENCODERS, NO_ENCODER
-from megajax.schema.fields import Section
+from megajax.schema.fields import Section, check_attributes
 from megajax.schema.model import LAYERS
 
 
@@ -60,6 +60,7 @@ def register_encoder(encoder: type[Encoder]) -> type[Encoder]:
     if ids[0] != ids[1]:
         raise ConfigError(f"the encoder {name} is {ids[0]} already: register {ids[1]} under another NAME.")
     check_methods(encoder, Encoder)
+    check_attributes(encoder, Encoder)
     ENCODERS[name] = encoder
     return encoder
 

@@ -8,12 +8,13 @@ about it from its declarations.
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from pydantic import Field
 
 from megajax import ops
 from megajax.config import ModelConfig
@@ -87,7 +88,7 @@ class Sublayer(nnx.Module):
 
     NAME: ClassVar[str]  # of the sublayer in the names of its parameters
     # Words of `layout.sublayers.ABILITIES`: the settings for which it is right; others are refused.
-    SUPPORTS: ClassVar[frozenset[str]] = frozenset()
+    SUPPORTS: ClassVar[Annotated[frozenset[str], Field(strict=False)]] = frozenset()
     # Fused weight → its stored parameters, side by side in one matmul.
     FUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     # Weights of linear layers in the order of use, after fusing; FP8 quantises them

@@ -9,6 +9,7 @@ from megajax.optim.schedule import make_schedule
 from megajax.optim.slots import FORM_CLASSES, OPTIMIZER_CLASSES
 from megajax.options import optimizers as options
 from megajax.options.optimizers import MomentForm, OptimizerKind
+from megajax.schema.fields import check_attributes
 
 __all__ = [
     "COUNT",
@@ -35,6 +36,7 @@ def register_optimizer(kind: OptimizerKind, optimizer: type[Optimizer]) -> None:
     if missing:
         raise ConfigError(f"{optimizer.__name__} does not define {missing[0]}: see megajax.optim.{base.__name__}.")
     check_methods(optimizer, base)
+    check_attributes(optimizer, base)
     names = [slot.name for slot in optimizer.SLOTS]
     if again := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"{optimizer.__name__}.SLOTS has {again[0]} twice: rename one.")

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -13,10 +13,13 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    TypeAdapter,
+    ValidationError,
     ValidationInfo,
     model_validator,
 )
 
+from megajax.errors import ConfigError, shown
 from megajax.files import read_text, why_unreadable
 from megajax.schema import amounts
 
@@ -234,3 +237,18 @@ class Registered(Section):
 
     def __hash__(self) -> int:
         return hash(repr(self))
+
+
+def check_attributes(made: type[Any], base: type[Any]) -> None:
+    """Raise ConfigError if an attribute of `made` has another type than the ClassVar of that name in its `base`."""
+    for name, hint in get_type_hints(base, include_extras=True).items():
+        if get_origin(hint) is not ClassVar or not hasattr(made, name):
+            continue
+        value, (wanted,) = getattr(made, name), get_args(hint)
+        try:
+            TypeAdapter(wanted).validate_python(value, strict=True)
+        except ValidationError as error:
+            reason = error.errors(include_url=False)[0]["msg"].removeprefix("Input ")
+            place = f"{base.__module__}.{base.__qualname__}"
+            problem = f"{made.__name__}.{name} is {shown(repr(value))}, which {reason}"
+            raise ConfigError(f"{problem}: correct it as {place} says.") from None

@@ -4,7 +4,7 @@ A class of your own derives from `Elementwise`, `Logits` or `Segment` (`step/obj
 its own from `Hidden` or `HiddenSegment` (`step/own_head.py`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from megajax.errors import ConfigError, check_methods
 from megajax.options.registered import MASKED_TOKENS, NEXT_TOKEN, OBJECTIVES
 from megajax.parallel.mesh_comm import MeshComm
+from megajax.schema.fields import check_attributes
 from megajax.step.head import SUMS
 from megajax.step.nodes import HIDDEN, Arrays, Microbatch, Results, StepArrays, Streams, Table
 from megajax.step.objective_bases import Elementwise, Logits, Objective, Segment
@@ -77,20 +78,20 @@ def _check_class(name: str, objective: type[Objective]) -> None:
         problem = f"the objective {name} ({objective.__name__}) does not define {lacking[0] if lacking else 'loss'}"
         raise ConfigError(f"{problem}: {cure}, with the methods that docs/extensions.md has for it.")
     check_methods(objective, base)
+    check_attributes(objective, base)
+    if hasattr(objective, "TOGETHER") and not issubclass(objective, Segment):
+        problem = f"{objective.__name__}.TOGETHER is set, but its losses are those of tokens"
+        raise ConfigError(f"{problem}: derive it from Segment or HiddenSegment, or remove TOGETHER.")
     if objective.TEACHER and issubclass(objective, OwnHead):
         problem = f"{objective.__name__}.TEACHER is set, but a head of its own is given no teacher"
         raise ConfigError(f"{problem}: derive it from Logits, Elementwise or Segment, or remove TEACHER.")
-    metrics = objective.METRICS
-    if not isinstance(metrics, tuple) or not all(isinstance(each, str) and each not in TAKEN for each in metrics):
-        problem = f"{objective.__name__}.METRICS is {metrics!r}"
-        raise ConfigError(f"{problem}: give a tuple of names, none of them {', '.join(TAKEN)}.")
-    if not isinstance(objective.FIELDS, Mapping):
-        raise ConfigError(f"{objective.__name__}.FIELDS is no mapping: give each field's name its dtype.")
+    if taken := [name for name in objective.METRICS if name in TAKEN]:
+        raise ConfigError(f"{objective.__name__}.METRICS has {taken[0]}, which a step has already: rename it.")
     for field, own in objective.FIELDS.items():
         dtype, *extra = own if isinstance(own, tuple) else (own,)
         try:
-            jnp.dtype(dtype)
-            is_field = all(isinstance(size, int) and size > 0 for size in extra)
+            is_number = any(jnp.issubdtype(jnp.dtype(dtype), kind) for kind in (jnp.number, jnp.bool_))
+            is_field = dtype is not None and is_number and all(isinstance(size, int) and size > 0 for size in extra)
         except TypeError:
             is_field = False
         if not is_field:

@@ -14,7 +14,7 @@ import numpy as np
 
 from megajax.errors import ConfigError, array_form, counted
 from megajax.parallel.mesh_comm import MeshComm
-from megajax.schema.fields import BATCH_AXES, Section
+from megajax.schema.fields import BATCH_AXES, Count, Section
 from megajax.step.head import SUMS, ChunkLoss, LossHead
 from megajax.step.nodes import (
     HIDDEN,
@@ -211,7 +211,7 @@ class Segment(Objective):
     gradients.
     """
 
-    TOGETHER: ClassVar[int] = 1  # the number of consecutive segments with one loss, such as 2 of a pair
+    TOGETHER: ClassVar[Count] = 1  # the number of consecutive segments with one loss, such as 2 of a pair
 
     def __init__(self, plan: StepPlan, comm: MeshComm):
         super().__init__(plan, comm)

@@ -238,6 +238,7 @@ def test_an_optimizer_is_checked_when_it_is_registered():
         (OtherSlots, "OtherSlots has the slots mu, .*STATE ScaleByLionState has the fields count, mu: .*SLOTS"),
         (Lacking, "Lacking does not define direction"),
         (LackingMatrices, "LackingMatrices does not define of_matrices"),
+        (type("Names", (Sgd,), {"SLOTS": ("mean",)}), r"Names.SLOTS is \('mean',\), .*Slot: .*Optimizer"),
         (Twice, "Twice.SLOTS has mean twice: rename one"),
         (
             type("Few", (Sgd,), {"direction": lambda self, gradients: None}),

@@ -503,7 +503,11 @@ def test_a_part_is_checked_when_it_is_registered(table):
     class Unset(Squared):
         Settings = Section
 
+    class Text(Squared):
+        LINEAR = "up"  # without the comma of a tuple
+
     for parts, kind, sentence in (
+        ((Attention, Text), "mine", "Text.LINEAR is 'up', .*tuple: .*Sublayer"),
         ((Attention, Few), "mine", r"Few.apply .*: write apply\(self, w, x, ctx\)"),
         ((Attention, Unset), "mine", r"Unset.__init__ .*: write __init__\(self, config, settings\)"),
         ((Attention, Lacking), "mine", "Lacking does not define LINEAR and apply"),

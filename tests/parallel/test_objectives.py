@@ -208,18 +208,25 @@ def test_wrong_settings_and_batches_are_sentences(table):
     with pytest.raises(ConfigError, match='no name: write @register_objective."NAME"'):
         register_objective(Focal)
     for attributes, sentence in (
-        ({"FIELDS": ["reward"]}, "Wrong.FIELDS is no mapping"),
+        ({"FIELDS": ["reward"]}, "Wrong.FIELDS is .*reward.*dictionary"),
         ({"loss": lambda self, log_probs: -log_probs}, r"Wrong.loss .*: write loss\(self, log_probs, fields\)"),
         ({"FIELDS": {"reward": "flaot32"}}, "Wrong.FIELDS has reward: 'flaot32': give a dtype"),
         ({"FIELDS": {"reward": (jnp.float32, "8")}}, "Wrong.FIELDS has reward: .*'8'.*: give a dtype"),
+        ({"FIELDS": {"reward": None}}, "Wrong.FIELDS has reward: None: give a dtype"),
+        ({"FIELDS": {"reward": str}}, "Wrong.FIELDS has reward: .*str.*: give a dtype"),
         *(
-            ({"METRICS": (name,)}, rf"Wrong.METRICS is \('{name}',\): give a tuple of names, none of them loss, z_loss")
+            ({"METRICS": (name,)}, rf"Wrong.METRICS has {name}, which a step has already: rename it")
             for name in ("loss", "z_loss", "tokens", "mtp_loss")
         ),
-        ({"METRICS": "margin"}, "Wrong.METRICS is 'margin': give a tuple"),
+        ({"METRICS": "margin"}, "Wrong.METRICS is 'margin', .*tuple: .*Elementwise"),
+        ({"TEACHER": "no"}, "Wrong.TEACHER is 'no', .*boolean"),
+        ({"TOGETHER": 2}, "Wrong.TOGETHER is set, .* derive it from Segment or HiddenSegment"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             register_objective("test_wrong")(type("Wrong", (Focal,), attributes))
+    for together in (0, -2, "2", True, 2.0):
+        with pytest.raises(ConfigError, match=f"Wrong.TOGETHER is {together!r}, .*objective_bases.Segment"):
+            register_objective("test_wrong")(type("Wrong", (Pairs,), {"TOGETHER": together}))
     config, batch = make(table, "test_pairs", {}), fields_of("test_pairs")
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
     numbers = np.broadcast_to(np.arange(ROWS)[:, None], (ROWS, LENGTH))
