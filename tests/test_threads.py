@@ -8,7 +8,7 @@ import threading
 import time
 import types
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from megajax.cluster import Cluster, relay, standing_for
 from megajax.cluster.peers import Peers
 from megajax.console import user_errors
 from megajax.data import workers
-from megajax.errors import ThreadError
+from megajax.errors import InputError, ThreadError
 from megajax.training import run_lock, watch
 from megajax.training.gpu_health import GpuHealth
 from megajax.training.monitoring import Background
@@ -163,3 +163,16 @@ def test_the_failure_of_a_library_s_thread_is_one_line(capsys):
         libraries_own.start()
         libraries_own.join()
     assert capsys.readouterr().err.startswith("megajax: warning: the thread of a server failed (KeyError: ")
+
+
+def test_results_before_an_error_of_the_values_come_first():
+    def lines():
+        yield from range(5)
+        raise InputError("a bad line")
+
+    with ThreadPoolExecutor(2) as pool:
+        for ahead in (1, 3, 100):
+            results = workers.in_order(lambda line: pool.submit(str, line), lines(), ahead)
+            assert [next(results) for _ in range(5)] == [*"01234"]
+            with pytest.raises(InputError, match="a bad line"):
+                next(results)

@@ -35,10 +35,22 @@ def one_ahead[T](values: Iterable[T]) -> Iterator[T]:
 
 
 def in_order[T, R](submit: Callable[[T], Future[R]], values: Iterable[T], ahead: int) -> Iterator[R]:
-    """The result of each value, in order; up to `ahead` of them are submitted before the first is waited for."""
+    """The result of each value, in order; up to `ahead` of them are submitted before the first is waited for.
+
+    An error of `values` comes after the results of those before it.
+    """
+
+    def submitted() -> Iterator[Future[R]]:
+        try:
+            yield from map(submit, values)
+        except Exception as error:
+            failed = Future[R]()
+            failed.set_exception(error)
+            yield failed
+
     waiting = deque[Future[R]]()
-    for value in values:
-        waiting.append(submit(value))
+    for future in submitted():
+        waiting.append(future)
         if len(waiting) >= ahead:
             yield waiting.popleft().result()
     while waiting:
