@@ -35,6 +35,7 @@ UNUSABLE = {  # names that no file can have, which any check of a path finds fir
     errno.ELOOP: "remove a link of the circle",
     errno.EISDIR: PATH,
     errno.ENOTDIR: PATH,
+    errno.EEXIST: "remove or move that file, since a directory is made there",
 }
 TRACEBACK = "MEGAJAX_TRACEBACK"  # a variable, so that processes that this one starts have it too
 PLATFORMS, UNKNOWN_BACKEND = "JAX_PLATFORMS", "is not in the list of known backends"  # jax's words
@@ -250,7 +251,7 @@ def outcome(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, BrokenPipeError):
         return "nobody reads the output.", DONE
     if isinstance(error, OSError) and error.errno in UNUSABLE:
-        name = shown(error.filename or "a file")
+        name = shown(error.filename2 or error.filename or "a file")  # the second one: the target of a renaming
         return f"{name} cannot be opened ({error.strerror}): {UNUSABLE[error.errno]}.", MISTAKE
     if isinstance(error, OSError) and error.errno in CURES:
         name = error.filename or "a file"

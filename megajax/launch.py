@@ -28,7 +28,7 @@ from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
 from megajax.console import BAD_NUMBERS, DONE, INTERRUPTED, LOST, MISTAKE, STOPPED, user_errors
 from megajax.errors import ConfigError, InputError, counted
-from megajax.files import is_number, whole_number
+from megajax.files import is_number, read_text, whole_number
 from megajax.restart_sign import RestartSign
 from megajax.runtime import CPU_DEVICES, virtual_devices
 from megajax.training.ending import Ending
@@ -331,9 +331,7 @@ class Launcher:
         run_dir, local_dir = Path(self.config.run.dir).resolve(), self.config.checkpoint.local_dir
         steps = complete_steps(run_dir)
         if local_dir is not None and (run_dir / RUN_ID).is_file():
-            saved = Path(local_dir, tier_name(run_dir, (run_dir / RUN_ID).read_text(encoding="utf-8"))).glob(
-                "process-*/*"
-            )
+            saved = Path(local_dir, tier_name(run_dir, read_text(run_dir / RUN_ID))).glob("process-*/*")
             steps += [int(path.name) for path in saved if is_number(path.name)]
         return max(steps, default=None)
 

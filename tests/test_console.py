@@ -33,6 +33,7 @@ from megajax.console import (
     user_errors,
 )
 from megajax.errors import InputError, UserError, reading
+from megajax.files import replace_text
 from megajax.training.logs import console_line
 
 
@@ -306,6 +307,7 @@ CURES = {
     "ENAMETOOLONG": "shorten the name",
     "ELOOP": "remove a link",
     "EISDIR ENOTDIR": "correct the path",
+    "EEXIST": "a directory is made there",
 }
 
 
@@ -314,6 +316,13 @@ def test_an_error_of_the_file_system_that_the_user_can_mend_is_a_sentence(name, 
     number = getattr(errno, name)
     sentence, status = outcome(OSError(number, os.strerror(number), "a.txt"))
     assert status == MISTAKE and sentence.startswith("a.txt c") and os.strerror(number) in sentence and cure in sentence
+
+
+def test_an_error_of_a_renaming_names_its_target(tmp_path):
+    (tmp_path / "a.txt").mkdir()
+    with pytest.raises(OSError) as found:
+        replace_text(tmp_path / "a.txt", "")
+    assert (said := outcome(found.value)) is not None and said[0].startswith(f"{tmp_path}/a.txt cannot be opened")
 
 
 @pytest.mark.parametrize("name", "ENOSPC EDQUOT EFBIG EROFS".split())

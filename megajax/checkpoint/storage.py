@@ -16,9 +16,9 @@ from etils import epath
 from pydantic import ConfigDict
 
 from megajax.checkpoint import s3
-from megajax.errors import InputError, file_reader
+from megajax.errors import InputError, file_reader, shown
 from megajax.extras import EXTRAS, require
-from megajax.files import SUBDIRECTORY, is_number, read_bytes, read_text, replace_text
+from megajax.files import SUBDIRECTORY, is_number, read_bytes, replace_text
 from megajax.json_files import Count, Finite, damaged, parse
 
 GCS = "gs://"
@@ -79,9 +79,19 @@ def bucket_folder(url: str) -> epath.Path:
 
 
 def checkpoint_folder(run_dir: str | Path) -> Folder:
-    """The folder of a run's checkpoints, to which `RUN/checkpoints` leads; nothing is created."""
+    """The folder of a run's checkpoints, to which `RUN/checkpoints` leads; nothing is created.
+
+    Raises InputError for a file there that has no URL of a bucket.
+    """
     path = Path(run_dir) / SUBDIRECTORY
-    return bucket_folder(read_text(path).strip()) if path.is_file() else path.resolve()
+    if not path.is_file():
+        return path.resolve()
+    url = read_bytes(path).decode(errors="replace").strip()
+    if not is_in_bucket(url):
+        known = " or ".join(EXTRA_OF)
+        problem = f"{path} is a file without the URL of a bucket ({known}), it holds {shown(url)!r}"
+        raise InputError(f"{problem}: bring the directory of the checkpoints back, or choose another run.dir.")
+    return bucket_folder(url)
 
 
 def leads_elsewhere(run_dir: str | Path) -> bool:
@@ -101,7 +111,7 @@ def lead_to(folder: Folder, path: Path) -> None:
 def complete_steps(run_dir: str | Path) -> list[int]:
     """The steps of a run's complete checkpoints, oldest first; nothing is created.
 
-    Raises InputError if they are in a bucket that cannot be read.
+    Raises InputError if they are in a bucket that cannot be read, as `checkpoint_folder` does.
     """
     folder = checkpoint_folder(run_dir)
     if not is_in_bucket(folder):

@@ -77,9 +77,9 @@ class KeptConsole(logging.Handler):
     """Appends the console's lines, and warnings, to a file; `last` is the last line. A full disk stops it silently."""
 
     def __init__(self, path: Path):
+        file = path.open("a", encoding="utf-8", buffering=1)  # first: logging closes all that began to be handlers
         super().__init__()
-        self.last = ""
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self.last, self._file = "", file
         self._show = warnings.showwarning
         warnings.showwarning = self._keep_warning
         CONSOLE.setLevel(logging.INFO)

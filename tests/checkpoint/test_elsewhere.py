@@ -185,6 +185,13 @@ def test_no_part_of_a_checkpoint_looks_complete_while_it_is_moved_in_a_bucket(mo
     assert copied[-1][0] == removed[0] == names[1] and sorted(removed) == sorted(names)
 
 
+@pytest.mark.parametrize("content", [b"", b"ftp://b/x", b"\xff\xfe\x00"], ids=["empty", "URL", "binary"])
+def test_a_file_in_place_of_the_checkpoints_is_a_sentence(content, tmp_path):
+    (tmp_path / "checkpoints").write_bytes(content)
+    with pytest.raises(InputError, match="checkpoints is a file .*gs://.* another run.dir"):
+        complete_steps(tmp_path)
+
+
 def test_a_part_of_a_checkpoint_in_a_bucket_is_ignored_and_removed(build, bucket, tmp_path):
     save(build(IN_BUCKET), 2)
     save(build(IN_BUCKET), 3)
