@@ -6,13 +6,12 @@ order of the special tokens: `<prefix>` `<suffix>` S `<middle>` P M.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megajax.data.special_tokens import known_end
-from megajax.data.tokenizers import load_tokenizer
+from megajax.data.tokenizers import shared_tokenizer
 from megajax.errors import InputError
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def open_infilling(config: "Config") -> Infilling | None:
         return None
     assert data.tokenizer is not None  # checked with the config
     names = data.fim_tokens.model_dump()
-    loaded = _loaded(data.tokenizer)
+    loaded = shared_tokenizer(data.tokenizer)
     tokens = []
     for part, name in names.items():
         token = loaded.token_id(name)
@@ -84,6 +83,3 @@ def open_infilling(config: "Config") -> Infilling | None:
         tokens.append(token)
     end = known_end(data, loaded)  # none is needed: the documents' lengths are known
     return Infilling(data.fim_rate, data.fim_spm_rate, tuple(tokens), end, config.run.seed, loaded.begin_of_text)
-
-
-_loaded = lru_cache(1)(load_tokenizer)  # once, not for each evaluation

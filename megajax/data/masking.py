@@ -1,13 +1,12 @@
 """Masked language modelling (Devlin et al. 2018, arXiv:1810.04805): the tokens that are hidden and predicted."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megajax.data.special_tokens import known_end
-from megajax.data.tokenizers import Tokenizer, load_tokenizer
+from megajax.data.tokenizers import Tokenizer, shared_tokenizer
 from megajax.errors import InputError
 from megajax.options.registered import MASKED_TOKENS
 
@@ -52,7 +51,7 @@ def open_masking(config: "Config") -> Masking | None:
     own, data, size = config.objective.masking, config.data, config.model.vocab_size
     if config.objective.kind != MASKED_TOKENS:
         return None
-    tokenizer = _loaded(data.tokenizer) if data.tokenizer and data.kind != "synthetic" else None
+    tokenizer = shared_tokenizer(data.tokenizer) if data.tokenizer and data.kind != "synthetic" else None
     mask = _mask_token(config, tokenizer)
     kept = {mask}
     if tokenizer is not None:
@@ -79,6 +78,3 @@ def _mask_token(config: "Config", tokenizer: Tokenizer | None) -> int:
         what = f"data.tokenizer={data.tokenizer} has no token {' or '.join(names)}"
         raise InputError(f"{what}: set {KEY} to the name or the id of a token that no text has.")
     return found[0]
-
-
-_loaded = lru_cache(1)(load_tokenizer)  # once, not for each evaluation

@@ -8,7 +8,6 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ from megajax.data.indexed import IndexedDataset, IndexedWriter, Tokens, open_che
 from megajax.data.json_lines import LineBlock, check_inputs, matching_files, read_blocks
 from megajax.data.progress import Progress, show_progress
 from megajax.data.special_tokens import document_tokens
-from megajax.data.tokenizers import Tokenizer, deciding_files, load_tokenizer
+from megajax.data.tokenizers import deciding_files, load_tokenizer, shared_tokenizer
 from megajax.errors import InputError, counted
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ def open_text(config: "Config", pattern: str) -> TextDataset:
             "kind": "text",
             "version": VERSION,
             "tokenizer": digests or spec,
-            "around_documents": document_tokens(data, _loaded(spec, tuple(digests))),
+            "around_documents": document_tokens(data, shared_tokenizer(spec)),
             "text_key": data.text_key,
         }
         keys = {path: same | file_identity(path) for path in paths}
@@ -121,13 +120,6 @@ def open_text(config: "Config", pattern: str) -> TextDataset:
         found = f'only empty text under "{data.text_key}"' if dataset.num_documents else "no documents"
         raise InputError(f"{pattern} has {found}: give other files, or another data.text_key.")
     return dataset
-
-
-@lru_cache(1)
-def _loaded(spec: str, of_files: tuple[str, ...]) -> Tokenizer:
-    """A tokenizer, once for many sources, unless its files change."""
-    del of_files
-    return load_tokenizer(spec)
 
 
 class _Tokenising:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -130,6 +130,18 @@ def deciding_files(spec: str) -> list[Path]:
     files = tokenizer_files(spec)
     names = (TOKENIZER_CONFIG, TOKEN_NAMES, ADDED, *ID_FILES)
     return files + [path for name in names if files and (path := files[0].parent / name).is_file()]
+
+
+def shared_tokenizer(spec: str) -> Tokenizer:
+    """`load_tokenizer`, once for many sources and evaluations, unless a file of the tokenizer has changed."""
+    states = [(path, path.stat()) for path in deciding_files(spec)]
+    return _shared(spec, tuple((path, state.st_ino, state.st_size, state.st_mtime_ns) for path, state in states))
+
+
+@lru_cache(1)
+def _shared(spec: str, files: tuple[object, ...]) -> Tokenizer:
+    del files
+    return load_tokenizer(spec)
 
 
 def has_no_file(spec: str) -> bool:

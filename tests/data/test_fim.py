@@ -1,6 +1,7 @@
 """Fill-in-the-middle: hand-worked rearrangements, every token once, the same samples in any process."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -105,6 +106,17 @@ def test_batches_are_a_function_of_seed_and_index(config_of):
             assert (sample == 100).sum() == (sample == 101).sum() == sum(lengths > 4)
     resumed = make_loader(filled, split="train", rows=np.array([2]), start_step=4)  # another process
     np.testing.assert_array_equal(next(resumed)["tokens"], whole[4]["tokens"][2:3])
+
+
+def test_a_tokenizer_that_changed_under_its_path_is_read_again(config_of):
+    config = config_of(fim_rate=0.5)
+    before, path = open_infilling(config), Path(config.data.tokenizer)
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    names = [*config.data.fim_tokens.model_dump().values()]
+    vocabulary[names[0]], vocabulary[names[1]] = (vocabulary[name] for name in reversed(names[:2]))
+    path.write_text(json.dumps(content))
+    assert open_infilling(config).tokens == (*reversed(before.tokens[:2]), before.tokens[2])
 
 
 @pytest.mark.smoke
