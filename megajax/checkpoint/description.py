@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 from megajax.config import Config, DataConfig, ModelConfig
 from megajax.config.sentences import listed
 from megajax.errors import InputError
+from megajax.layout.kinds import DENSE, MOE
 from megajax.layout.recurrent import unused_sections
 from megajax.model import Transformer, parameters
 from megajax.model.block import layer_state
@@ -290,9 +291,20 @@ def _value(description: Mapping[str, Any], section: str, name: str) -> Any:
         return _encoder_of_network(value)
     if name == "rope_scaling" and value:  # older checkpoints lack the keys of newer kinds
         return RopeScaling.model_validate(value).model_dump(mode="json")
-    if name == "layer_pattern" and value:  # older checkpoints have the pattern as the user wrote it
-        return list(shortest_pattern(tuple(value), description["num_layers"]))
+    if name in ("layer_pattern", "rope_pattern", "block_pattern") and value:
+        return _pattern(name, value, description)
     return value
+
+
+def _pattern(name: str, value: Sequence[str], description: Mapping[str, Any]) -> list[str] | None:
+    """The shortest pattern (older checkpoints have it as the user wrote it); None if the layers are those of null."""
+    pattern = shortest_pattern(tuple(value), description["num_layers"])
+    of_null = {
+        "layer_pattern": "local" if description.get("sliding_window") else "global",
+        "rope_pattern": "rope",
+        "block_pattern": MOE if description.get("num_experts") else DENSE,
+    }
+    return None if pattern == (of_null[name],) else [*pattern]
 
 
 def _reason(difference: SettingDifference, found: Sequence[SettingDifference], model: ModelConfig) -> str:

@@ -20,7 +20,7 @@ from megajax.checkpoint.description import (
     differences,
     refuse_changes,
 )
-from megajax.config import LoraConfig
+from megajax.config import Config, LoraConfig
 from megajax.config.checks import check_mesh
 from megajax.config.effects import COMPARED_ON_RESUME
 from megajax.config.load import load_config
@@ -187,6 +187,25 @@ def test_weights_of_a_run_are_read_whatever_the_length_of_its_rows(tiny, text, o
     compare_models(saved, changed(config.model, of_rows), "RUN=runs/a", "name another run")
     with pytest.raises(InputError, match="model.num_layers="):
         compare_models(saved, changed(config.model, "num_layers"), "RUN=runs/a", "name another run")
+
+
+def test_a_pattern_of_the_layers_that_null_gives_is_no_change(tiny):
+    def of(*overrides: str) -> Config:
+        return load_config(tiny, ["data.kind=synthetic", "model.num_layers=2", *overrides])
+
+    window = "model.sliding_window=8"
+    for plain, written in (
+        ([], "rope_pattern=[rope]"),
+        ([], "layer_pattern=[global,global]"),
+        ([], "block_pattern=[dense]"),
+        ([window], "layer_pattern=[local]"),
+        (["model.num_experts=4"], "block_pattern=[moe]"),
+    ):
+        one, other = of(*plain), of(*plain, f"model.{written}")
+        for saved, config in ((one, other), (other, one)):
+            compare_models(settings(saved), config.model, "RUN=runs/a", "name another run")
+    (found,) = differences(settings(of(window)), settings(of(window, "model.layer_pattern=[local,global]")), ["model"])
+    assert (found.key, found.saved, found.mine) == ("model.layer_pattern", None, ["local", "global"])
 
 
 def test_parts_that_are_frozen_by_groups_are_compared_since_they_have_no_moments(tiny):
