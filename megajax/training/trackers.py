@@ -181,7 +181,7 @@ class MlflowRun:
         experiment = self._client.create_experiment(name) if found is None else found.experiment_id
         new = self._client.create_run(experiment, run_name=config.run.name).info.run_id
         values = leaves(config.model_dump(mode="json"))
-        settings = [self._entities.Param(key, str(value)[:500]) for key, value in values]
+        settings = [self._entities.Param(key, str(value)[:500]) for key, value in values if value != {}]
         for start in range(0, len(settings), 100):  # the most in one request
             self._client.log_batch(new, params=settings[start : start + 100])
         return new
