@@ -196,6 +196,8 @@ def test_a_test_of_a_file_is_that_of_bash(place):
         ("srun -n 4 --ntasks 2 -n 8 python p.py", 8),  # the last one counts
         ("#SBATCH --nodes=3\n#SBATCH --gpus-per-node 4\nsrun python p.py", 12),
         ("#SBATCH --ntasks-per-node=4 -N 3 # nodes\nsrun python p.py", 12),
+        ("N=3\nsbatch -J x << EOF\n#!/bin/bash\n#SBATCH --ntasks-per-node=4 -N $N\nsrun python p.py\nEOF", 12),
+        ("sbatch --nodes 3 --ntasks-per-node=4 <<'EOF'\nsrun python p.py\nEOF", 12),
         ("export WORLD_SIZE=$((3*5))\npython p.py", 15),
         ("torchrun --nproc_per_node $(nvidia-smi -L | wc -l) p.py", None),
         ("WORLD_SIZE=2\ntorchrun --nproc_per_node $GPUS --nnodes $WORLD_SIZE p.py", None),  # it counts nodes here
@@ -204,7 +206,7 @@ def test_a_test_of_a_file_is_that_of_bash(place):
     ],
 )
 def test_the_number_of_devices_is_that_of_the_launcher(place, launcher, world):
-    (place / "train.sh").write_text(f"{launcher} {SMALL}")
+    (place / "train.sh").write_text(launcher.replace("p.py", f"p.py {SMALL}"))
     assert read(["train.sh"])[1] == world
 
 

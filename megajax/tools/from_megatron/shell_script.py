@@ -69,7 +69,7 @@ class Script:
         if path.resolve() in self._open:
             circle = " -> ".join(map(str, [*self._open, path]))
             raise InputError(f"the script sources itself, {shown(circle)} ({self._at}): remove one of these lines.")
-        if len(self.texts) == MAX_FILES:
+        if len(self.texts) >= MAX_FILES:
             raise InputError(f"{path} is one of more than {MAX_FILES} sourced files: write the launch line by itself.")
         try:
             text = read_text(path, MAX_BYTES)
@@ -227,6 +227,7 @@ class Script:
             return name != "false"
         elif (at := _shell_at(words)) is not None:
             outer, self._outer = self._outer, (*self._outer, *words[:at])
+            self.texts.append(words[at + 2])  # a script of sbatch has options
             self._text(words[at + 2])
             self._outer = outer
         elif name not in ("echo", "printf"):

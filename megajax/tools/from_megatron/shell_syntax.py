@@ -284,14 +284,15 @@ def _quoted(text: str, is_literal: bool) -> str:
 
 
 def _shell_of(tokens: list[Word | Operator]) -> int | None:
-    """The index of the shell that is the newest command, perhaps behind srun, and has options only."""
-    for at in reversed(range(len(tokens))):
-        word = tokens[at]
-        if not isinstance(word, Word) or not (word.raw in SHELLS or re.fullmatch(r"-[a-bd-z]+", word.raw)):
-            return None
-        if word.raw in SHELLS:
-            return at
-    return None
+    """The index of the shell that is the newest command, perhaps behind srun, with options only; sbatch gets one."""
+    start = next((at + 1 for at in reversed(range(len(tokens))) if isinstance(tokens[at], Operator)), 0)
+    words = [word.raw for word in tokens[start:] if isinstance(word, Word)]
+    if words and words[0].rpartition("/")[2] == "sbatch":  # the document is its script
+        tokens.append(Word(SHELLS[0], tokens[-1].line))
+        return len(tokens) - 1
+    while words and re.fullmatch(r"-[a-bd-z]+", words[-1]):
+        words.pop()
+    return start + len(words) - 1 if words and words[-1] in SHELLS else None
 
 
 class _Parser:
