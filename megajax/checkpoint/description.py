@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 from megajax.config import Config, DataConfig, ModelConfig
 from megajax.config.sentences import listed
 from megajax.errors import InputError
-from megajax.layout.kinds import DENSE, MOE
+from megajax.layout.kinds import DENSE, MOE, reads_ffn_width
 from megajax.layout.recurrent import unused_sections
 from megajax.model import Transformer, parameters
 from megajax.model.block import layer_state
@@ -66,6 +66,7 @@ _DEFAULTS = {
 
 # Settings of the rows of data, not of the network: a run that resumes compares them, a reader of weights has none.
 OF_ROWS = ("encoder.sequence_length", "vision.patches_per_row")
+NOT_OF_ALL = (*OF_ROWS, "ffn_hidden_size")  # older checkpoints have the width of MLPs without any, too
 
 
 class SettingDifference(NamedTuple):
@@ -104,6 +105,8 @@ def describe_model(model: ModelConfig) -> dict[str, Any]:
     description["encoder"] = _encoder_of_network(description["encoder"])
     if model.vision is not None:  # the length of its rows does not define it
         del description["vision"]["patches_per_row"]
+    if not reads_ffn_width(model):
+        del description["ffn_hidden_size"]
     router = description.pop("router")
     for heads in unused_sections(model):
         del description[heads.section]
@@ -164,7 +167,7 @@ def differences(saved: Mapping[str, Any], mine: Mapping[str, Any], sections: Seq
         if section == "data":
             theirs, ours = _data(theirs, ours), _data(ours, theirs)
         for name in {**theirs, **ours}:
-            if name in OF_ROWS and name not in ours:
+            if name in NOT_OF_ALL and name not in ours:
                 continue
             difference = SettingDifference(
                 f"{section}.{name}", _value(theirs, section, name), _value(ours, section, name)

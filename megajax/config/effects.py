@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from megajax.config.rule_checks import default_of, unread
 from megajax.config.sentences import format_keys, value, warn
-from megajax.layout.kinds import ATTENTION, MLP, MOE, layer_kinds, may_have
+from megajax.layout.kinds import ATTENTION, MLP, MOE, layer_kinds, may_have, reads_ffn_width
 from megajax.layout.recurrent import recurrent_heads, unused_sections
 from megajax.schema.config import Config
 from megajax.schema.rules import ReadIf
@@ -92,6 +92,9 @@ def _of_several_keys(config: Config) -> list[Unread]:
     one_pass = config.batch.num_microbatches <= config.communication.microbatches_at_once  # and so no stages
     router = "model.router.expert_bias"
     ungrouped = not model.router.expert_bias and model.router.num_groups == 1
+    unbalanced = model.router.sequence_loss == 0 and model.router.global_loss == 0
+    width = model.expert_ffn_hidden_size or model.ffn_hidden_size
+    no_mlp = not reads_ffn_width(model)
     fixed = model.vision is not None and model.vision.fixed_grid is not None
     return [
         Unread(fixed, "model.vision.grid", ("model.vision.rope_theta",)),
@@ -104,7 +107,11 @@ def _of_several_keys(config: Config) -> list[Unread]:
         Unread(own_theta, "model.rope_local_theta", OF_ROTATION),
         Unread(no_attention and model.vision is None, "model.block_pattern", ("kernels.attention",)),
         Unread(not may_have(model, MLP, MOE), "model.block_pattern", ("model.activation", "model.mlp_bias")),
+        Unread(no_mlp and not may_have(model, MOE), "model.block_pattern", ("model.ffn_hidden_size",)),
+        # The default of an expert's width is read
+        Unread(no_mlp and width != model.ffn_hidden_size, "model.expert_ffn_hidden_size", ("model.ffn_hidden_size",)),
         Unread(ungrouped, router, ("model.router.loss_counts",)),
+        Unread(unbalanced and not ungrouped, "model.router.sequence_loss", ("model.router.loss_counts",)),
         Unread(model.router.force_balance, "model.router.force_balance", OF_GROUPS),
         Unread(optimizer.weight_decay == 0, "optimizer.weight_decay", DECAYED),
         Unread(stateless, "optimizer.beta1", ("optimizer.state",)),
@@ -126,4 +133,6 @@ def _default(config: Config, key: str) -> Any:
         return max(config.run.steps, config.schedule.warmup_steps + 1)
     if key == "schedule.min_learning_rate":
         return lowest_rate(config.schedule.kind, config.schedule.learning_rate)
+    if key == "model.ffn_hidden_size":
+        return 4 * config.model.hidden_size
     return default_of(key)

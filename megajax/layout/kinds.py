@@ -153,6 +153,11 @@ def may_have(model: ModelConfig, *names: str) -> bool:
     return any(not {*names}.isdisjoint(BUILT_IN_BLOCKS.get(block, names)) for block in block_layers(model))
 
 
+def reads_ffn_width(model: ModelConfig) -> bool:
+    """Whether a layer may have an MLP of `model.ffn_hidden_size`."""
+    return may_have(model, MLP) or model.encoder.kind == LAYERS
+
+
 def deepstack_count(model: ModelConfig) -> int:
     """The number of the model's first layers after which image features are added (DeepStack)."""
     return 0 if model.vision is None else len(model.vision.deepstack_layers)

@@ -345,7 +345,7 @@ def test_a_key_that_only_experts_read_is_refused_without_any(key):
 
 ALLOWED = [
     "model.head_dim=16",
-    "model.num_experts=8 model.router.num_groups=2 model.router.loss_counts=top_scores",
+    "model.num_experts=8 model.router.num_groups=2 model.router.loss_counts=top_scores model.router.global_loss=0.1",
     "model.layer_pattern=[local,local,global] model.sliding_window=8",
     "model.sliding_window=8",
     "model.rope_fraction=0.25",
@@ -459,6 +459,11 @@ WARNED = {
     "model.router.group_score=max": ("model.num_experts=8", "model.router.num_groups=1"),
     "model.mamba2.num_heads=16": ("", "model.block_pattern=null"),
     "model.router.loss_counts=top_scores": ("model.num_experts=8", "model.router.expert_bias=false"),
+    "model.ffn_hidden_size=96": (
+        "model={num_experts: 8, expert_ffn_hidden_size: 32}",
+        "model.expert_ffn_hidden_size=32",
+    ),
+    "model.ffn_hidden_size=97": ("model.block_pattern=[mamba2]", "model.block_pattern=[mamba2]"),
     "model.mtp_loss_weight=0.5": ("", "model.mtp_layers=0"),
     "model.q_lora_rank=8": ("", "model.kv_lora_rank=null"),
     "model.qk_nope_head_dim=16": ("", "model.kv_lora_rank=null"),
@@ -516,6 +521,12 @@ def test_a_setting_without_effect_is_warned_about(override: str):
     with pytest.warns(UserWarning) as caught:
         load_config("x.yaml", [*quiet, *([other] if other else []), override])
     assert [str(item.message) for item in caught] == [expected]
+
+
+def test_what_balancing_losses_count_is_not_read_without_one():
+    router = "model={num_experts: 8, router: {expert_bias: true, loss_counts: top_scores}}"
+    with pytest.warns(UserWarning, match="loss_counts=top_scores has no effect with model.router.sequence_loss=0.0"):
+        load_config("x.yaml", [router])
 
 
 @pytest.mark.parametrize(("packing", "given"), [("first_fit", False), ("none", True)])

@@ -43,6 +43,13 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
+def has_no_mlp(a: Parsed) -> bool:
+    """Whether all layers have experts of a width of their own, so that no layer has that of the MLPs."""
+    frequency = a["moe_layer_freq"]
+    everywhere = frequency == 1 if isinstance(frequency, int) else all(frequency)
+    return bool(a["num_experts"]) and everywhere and a["moe_ffn_hidden_size"] != a["ffn_hidden_size"]
+
+
 def network(a: Parsed) -> dict:
     """The network, from Megatron's arguments and TransformerConfig."""
     mla, tensor = a["multi_latent_attention"], a["tensor_model_parallel_size"]
@@ -57,7 +64,7 @@ def network(a: Parsed) -> dict:
         "hidden_size": a["hidden_size"],
         "num_heads": a["num_attention_heads"],
         "vocab_size": -(-size // multiple) * multiple,
-        "ffn_hidden_size": a["ffn_hidden_size"],
+        "ffn_hidden_size": 4 * a["hidden_size"] if has_no_mlp(a) else a["ffn_hidden_size"],
         "activation": "clamped_swiglu" if a["quick_geglu"] else "swiglu" if gated else "relu2" if relu2 else gelu,
         "mlp_bias": a["add_bias_linear"],
         "attention_bias": True if a["add_bias_linear"] else "qkv" if a["add_qkv_bias"] else False,

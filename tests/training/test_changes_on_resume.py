@@ -106,7 +106,8 @@ def changed(section: Any, key: str) -> Any:
 ELSEWHERE = ("data.stages", "model.vision", "optimizer.beta1", "optimizer.settings", "model.rope_scaling")
 ELSEWHERE += ("data.train_samples",)
 # Not read in the first base, which has no such layers, and whose tokens are in files.
-NOT_IN_FIRST = ("model.linear_attention", "model.kda", "model.mamba2", "data.end_of_document", "data.begin_of_document")
+NOT_IN_FIRST = ("model.linear_attention", "model.kda", "model.mamba2", "model.ffn_hidden_size")
+NOT_IN_FIRST += ("data.end_of_document", "data.begin_of_document")
 LATENT = (
     "model.num_experts=4",
     "model.kv_lora_rank=8",
@@ -125,6 +126,7 @@ BASES = (
     ("data", ("data.kind=text", *TEXT, "data.fim_rate=0.5")),
     ("data", ("data.kind=chat", *TEXT)),
     ("optimizer", ("optimizer.kind=soap",)),
+    ("model.ffn_hidden_size", ()),
     ("model.linear_attention", ("model.block_pattern=[gated_deltanet]",)),
     ("model.kda", ("model.block_pattern=[kda]",)),
     ("model.mamba2", ("model.block_pattern=[mamba2]",)),
@@ -200,10 +202,14 @@ def test_a_pattern_of_the_layers_that_null_gives_is_no_change(tiny):
         ([], "block_pattern=[dense]"),
         ([window], "layer_pattern=[local]"),
         (["model.num_experts=4"], "block_pattern=[moe]"),
+        (["model={num_experts: 4, expert_ffn_hidden_size: 32}"], "ffn_hidden_size=96"),  # which no layer reads
     ):
         one, other = of(*plain), of(*plain, f"model.{written}")
         for saved, config in ((one, other), (other, one)):
             compare_models(settings(saved), config.model, "RUN=runs/a", "name another run")
+    older = settings(one)
+    older["model"]["ffn_hidden_size"] = 7
+    compare_models(older, other.model, "RUN=runs/a", "name another run")
     (found,) = differences(settings(of(window)), settings(of(window, "model.layer_pattern=[local,global]")), ["model"])
     assert (found.key, found.saved, found.mine) == ("model.layer_pattern", None, ["local", "global"])
 

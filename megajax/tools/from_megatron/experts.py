@@ -60,6 +60,8 @@ def _layers(t: Translation) -> None:
         t.put("model.first_dense_layers", first, "moe_layer_freq")
     else:
         t.put("model.block_pattern", list(shortest_pattern(kinds, len(kinds))), "moe_layer_freq")
+    if "dense" not in kinds and t["moe_ffn_hidden_size"] not in (None, t.settings["model.ffn_hidden_size"].value):
+        del t.settings["model.ffn_hidden_size"]  # which no layer has
 
 
 def _scores(t: Translation) -> None:
