@@ -390,6 +390,8 @@ CONTRADICTIONS = [
     ("--window-size 127,0 --window-attn-skip-freq [0]*2", 1, r"skip-freq \[0\]\*2 has 2 layers, the model 4"),
     ("--window-size 127,0 --window-attn-skip-freq 0", 1, "--window-attn-skip-freq 0 is no frequency.*use 1 or more"),
     ("--no-rope-freq 0", 1, "--no-rope-freq 0 is no frequency.*use 1 or more"),
+    ("--no-rope-freq 3", 1, "--no-rope-freq 3 does not divide the model's 4 layers.*use 1, 2 or 4"),
+    ("--no-rope-freq 8", 1, "--no-rope-freq 8 does not divide the model's 4 layers"),
     ("--no-rope-freq [0]*2", 1, r"--no-rope-freq \[0\]\*2 has 2 layers, the model 4"),
     ("--expert-model-parallel-size 2", 2, "--expert-model-parallel-size 2 needs --num-experts.*add it"),
     ("--use-torch-fsdp2 --num-distributed-optimizer-instances 3", 4, "instances 3 does not divide 4.*correct it"),

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from megajax.config.sentences import divisors, listed
 from megajax.schema.fields import shortest_pattern
 from megajax.tools.from_megatron.arguments import YARN
 from megajax.tools.from_megatron.parallel import layer_count
@@ -254,6 +255,10 @@ def _yarn(t: Translation, is_on: bool, original: int, fast: float, slow: float) 
 
 
 def _rope_pattern(t: Translation) -> None:
+    found, layers = t.arguments.layer_list("no_rope_freq"), layer_count(t)
+    if isinstance(found, int) and found > 0 and layers % found:
+        problem = f"{t.arguments.shown('no_rope_freq')} does not divide the model's {layers} layers"
+        raise t.arguments.fail(problem, f"use {listed(divisors(layers))}, or a list of 0 and 1 such as [0]*3+[1]*1")
     if skipped := by_layer(t, "no_rope_freq", lambda i, n: i == n - 1):
         pattern = tuple("none" if skip else "rope" for skip in skipped)
         t.put("model.rope_pattern", list(shortest_pattern(pattern, len(pattern))), "no_rope_freq")
