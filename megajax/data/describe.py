@@ -98,7 +98,8 @@ def _chat_lines(split: Split, samples: Samples, samples_read: int) -> list[str]:
             if bad := source.table.left_out.count:
                 out += f", {bad:,} left out because of their pictures"
         if source.cut:
-            out += f", {source.cut:,} cut after {counted(source.sequence_length + 1, 'token')}"
+            at = " or before a picture that does not fit" if source.table is not None else ""
+            out += f", {source.cut:,} cut after {counted(source.sequence_length + 1, 'token')}{at}"
         epochs = samples_read * share / rows
         lines.append(
             f"{split}: {source.path}: {size}{out}, {counted(tokens, 'token')} in {counted(rows, 'sequence')} "

@@ -374,7 +374,12 @@ def test_a_conversation_is_cut_before_a_picture_that_does_not_fit(reference, tmp
         config = config_of(tmp_path, "llava", train, length=int(length))
         vision = config.model.vision.model_copy(update={"patches_per_row": patches})
         model = config.model.model_copy(update={"vision": vision})
-        samples = datasets(config.model_copy(update={"model": model}))["train"]
+        config = config.model_copy(update={"model": model})
+        samples = (opened := datasets(config))["train"]
+        said = any(
+            f"1 cut after {length + 1} tokens or before a picture" in each for each in describe_data(config, opened)
+        )
+        assert said == (tokens < whole)
         assert len(samples.pictures(0)) == number and samples.document_lengths(0)[0] == tokens
         assert samples.cut == (tokens < whole)
         np.testing.assert_array_equal(samples[0][:tokens], given["ids"][:tokens])
