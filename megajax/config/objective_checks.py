@@ -98,7 +98,7 @@ def with_teacher(config: Config, sizes: dict[str, int], *checks: Callable[[Confi
         return
     experts = {} if of_teacher.model.num_experts else {"expert": 1}  # these devices then divide the batch only
     try:
-        check_rules(of_teacher, "model.")
+        check_rules(of_teacher, "model.", "kernels.")
         for check in checks:
             check(of_teacher, sizes | {"pipeline": 1} | experts)
     except ConfigError as error:

@@ -50,13 +50,14 @@ class Statement:
         return "remove one of them"
 
 
-def check_rules(config: Config, section: str = "") -> None:
+def check_rules(config: Config, *sections: str) -> None:
     """Raise `ConfigError` for a key with a value that breaks one of its rules.
 
-    With a `section`, such as "model.", only rules between its keys count.
+    With `sections`, such as "model.", only rules between their keys count.
     """
+    of = sections or ("",)
     for each in _statements(config, Needs, Excludes, Divides, MultipleOf, AtMost, Below):
-        if each.key.startswith(section) and each.other.startswith(section) and each.is_broken(config):
+        if each.key.startswith(of) and each.other.startswith(of) and each.is_broken(config):
             ignored = () if isinstance(each.rule, Needs) else [key for key, _ in unread(config)]
             if each.key not in ignored and each.other not in ignored:
                 fail(config, each.problem(config), each.rule.cure or each.cure(config), each.key, each.other)

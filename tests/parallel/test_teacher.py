@@ -103,6 +103,7 @@ def test_a_teacher_draws_nothing(table):
     assert steps[0] == steps[1]
 
 
+BF16 = {"precision": {"compute": "bfloat16"}}
 BAD = {
     "no teacher": ({"teacher": {}}, "objective.kind=distillation reads what a teacher.*set teacher.model"),
     "no reader": ({"objective": {"kind": "next_token", "settings": {}}}, "reads no teacher.*remove teacher"),
@@ -114,6 +115,10 @@ BAD = {
     "source alone": (
         {"teacher": {"source": "x"}, "objective": {"kind": "next_token", "settings": {}}},
         "teacher.source=x needs teacher.model",
+    ),
+    "kernel": (
+        {"teacher": {"model": {**TEACHER, "attention_softcap": 5.0}}, "kernels": {"attention": "cudnn"}} | BF16,
+        "^teacher: kernels.attention=cudnn .*model.attention_softcap=5.0.*auto",
     ),
     "mesh": (
         {"teacher": {"model": {**TEACHER, "num_heads": 1, "num_kv_heads": 1}}},
