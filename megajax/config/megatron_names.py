@@ -127,7 +127,7 @@ muon-momentum float=0.9 | optimizer.muon.momentum
 muon-nesterov, muon-use-nesterov flag->muon_nesterov, muon-no-use-nesterov off->muon_nesterov | optimizer.muon.nesterov
 muon-num-ns-steps int=5 | optimizer.muon.steps
 muon-scale-mode str=spectral, muon-extra-scale-factor float=1.0 | optimizer.muon.scale | match_adamw: spectral times
-    0.2
+    0.2; spectral: shape_scaling
 muon-no-split-qkv off->muon_split_qkv, muon-split-qkv, muon-tp-mode str=duplicated | | queries, keys and values are
     always matrices of their own, whole
 lr float | schedule.learning_rate

@@ -33,7 +33,7 @@ class MuonConfig(Section):
     scale: Literal["match_adamw", "spectral"] = Field(
         default="match_adamw",
         description="Size of an update of a matrix [in, out]: match_adamw 0.2·√max(in, out), so that AdamW's learning"
-        " rate and weight decay fit (Moonlight), or spectral √max(1, out / in).",
+        " rate and weight decay fit (Moonlight), or spectral √max(1, out / in), which Megatron-LM calls shape_scaling.",
     )
     per_head: bool = Field(
         default=False, description="Each head of queries, keys and values is a matrix by itself; false: all together."
