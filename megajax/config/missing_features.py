@@ -7,11 +7,13 @@ from megajax.config.other_names import by_word, plain
 # Names, as a part of a key or as a value, and the sentence.
 FEATURES = {
     "dpo orpo kto simpo ipo cpo rpo preference preferences reference_model ref_model ref_model_name_or_path"
-    " precompute_ref_log_probs max_prompt_length": (
+    " precompute_ref_log_probs precompute_ref_batch_size sync_ref_model ref_model_mixup_alpha ref_model_sync_steps"
+    " loss_weights ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting discopop_tau max_prompt_length": (
         "DPO is an example in docs/extensions.md, and other preference objectives are files like it; data.packing=pairs"
         " reads chosen and rejected answers, docs/data.md"
     ),
-    "reward reward_model reward_modeling critic value_head classification sequence_classification num_labels": (
+    "reward reward_model reward_modeling critic value_head classification sequence_classification num_labels"
+    " center_rewards_coefficient": (
         "an objective with a head for values or classes is in docs/extensions.md; a program of your own trains it,"
         " docs/custom_loop.md, a reward model of pairs megajax train, docs/data.md; megajax hf export writes it for"
         " AutoModelForSequenceClassification"
@@ -22,11 +24,11 @@ FEATURES = {
     "distill distillation kd kd_ratio kd_loss teacher_model teacher_checkpoint": (
         "no loss of distillation is built in; teacher.model, and an objective that reads it, are in docs/extensions.md"
     ),
-    "qlora bnb bitsandbytes load_in_4bit load_in_8bit nf4 int4 bnb_4bit_compute_dtype bnb_4bit_quant_type "
-    "quantization_config": (
+    "qlora bnb bitsandbytes load_in_4bit load_in_8bit nf4 int4 bnb_4bit_compute_dtype bnb_4bit_quant_type"
+    " bnb_4bit_quant_storage use_bnb_nested_quant quantization_config": (
         "training on 4-bit or 8-bit weights does not exist yet; lora.rank trains adapters of BF16 or FP32 weights"
     ),
-    "dora use_dora ia3 prefix_tuning prompt_tuning p_tuning num_virtual_tokens": (
+    "dora use_dora lora_target_parameters ia3 prefix_tuning prompt_tuning p_tuning num_virtual_tokens": (
         "of adapters there is LoRA only; set lora.rank, lora.alpha and lora.targets"
     ),
     "neftune neftune_noise_alpha": "noise on embeddings does not exist; model.dropout is hidden dropout",

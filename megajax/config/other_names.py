@@ -80,8 +80,10 @@ save_total_limit | checkpoint.keep
 load_best_model_at_end, metric_for_best_model | checkpoint.keep_best | the number of checkpoints with the lowest
     evaluation loss to keep
 label_smoothing_factor | objective.label_smoothing
-group_by_length | data.packing | conversations are packed, so there is no padding to save; balanced gives equal work
-torch_compile | | everything is always compiled
+group_by_length, length_column_name | data.packing | conversations are packed, so there is no padding to save; balanced
+    gives equal work
+train_sampling_strategy, shuffle_dataset | data.order | shuffled or sequential
+torch_compile, torch_compile_backend, torch_compile_mode | | everything is always compiled
 tf32 | precision.compute | float32 is true FP32, not TF32
 deepspeed | mesh.fsdp | ZeRO-3; ZeRO-1 over mesh.data is always on
 save_only_model | checkpoint.save_optimizer | the opposite: false for weights only
@@ -89,7 +91,8 @@ resume_from_checkpoint | | the same command with the same run.dir resumes
 output_dir | run.dir
 dataset_text_field, text_column_name | data.text_key
 dataloader_num_workers | data.workers
-report_to | logging.wandb | or logging.tensorboard
+report_to, trackio_space_id, trackio_bucket_id, trackio_static_space_id | logging.wandb | or logging.tensorboard or
+    logging.mlflow
 do_train, do_eval, overwrite_output_dir | | megajax train trains, evaluates every run.eval_interval steps and resumes
     from run.dir
 data_seed | run.seed | one seed for weights, data and dropout
@@ -109,11 +112,13 @@ max_train_samples, max_eval_samples, dataset_config_name, streaming | | files of
 min_lr_ratio, min_lr_rate | schedule.min_learning_rate | the learning rate itself, not a fraction of the highest
 save_safetensors | | checkpoints are megajax's; checkpoint.export_hf.dir and megajax hf export write safetensors
 ignore_data_skip | | a resumed run continues at its position in the data
-fsdp_config, accelerator_config, ddp_find_unused_parameters, ddp_timeout | | the section mesh is the whole
-    parallelism
-gradient_checkpointing_kwargs | remat.policy | full or selective
+fsdp_config, accelerator_config, parallelism_config, ddp_find_unused_parameters, ddp_timeout, ddp_backend,
+    ddp_broadcast_buffers, ddp_bucket_cap_mb, ddp_static_graph | | the section mesh is the whole parallelism
+gradient_checkpointing_kwargs, activation_checkpointing_kwargs | remat.policy | full or selective
 dataloader_pin_memory, dataloader_drop_last, dataloader_prefetch_factor | data.prefetch | the number of batches read
     ahead
+dataloader_in_order, dataloader_multiprocessing_context, dataloader_persistent_workers | data.workers | the number of
+    processes that read the data in order, until the run ends
 remove_unused_columns | | keys of a line that its form does not have are not read
 auto_find_batch_size | | the start estimates memory, and megajax plan finds a batch that fits
 average_tokens_across_devices | | the loss is the mean over all tokens of a step, on all devices
@@ -121,7 +126,29 @@ include_tokens_per_second, include_num_input_tokens_seen, batch_eval_metrics | |
     per second
 torch_empty_cache_steps | | XLA allocates a step's memory once
 greater_is_better | checkpoint.keep_best | the number of checkpoints with the lowest evaluation loss to keep
-use_liger_kernel, liger_kernel | | fused kernels are chosen by the device; the section kernels can set others
+use_liger_kernel, liger_kernel, liger_kernel_config | | fused kernels are chosen by the device; the section kernels
+    can set others
+eval_on_start, eval_delay | run.eval_interval | the steps between evaluations; megajax evaluate evaluates a checkpoint
+eval_accumulation_steps, eval_do_concat_batches, eval_use_gather_object, prediction_loss_only, include_for_metrics,
+    label_names | | evaluation sums the loss on the devices and keeps no predictions
+bf16_full_eval, fp16_full_eval | precision.compute | of training and of evaluation
+debug | | --traceback prints where an error arose, and a step whose numbers are not finite is skipped and counted
+do_predict | | megajax generate continues texts
+logging_strategy, logging_first_step | run.log_interval | the steps between lines of the log
+logging_nan_inf_filter | run.max_nonfinite_steps | the skipped steps in a row that end a run; a step
+    whose loss or gradients are not finite is skipped and counted
+disable_tqdm, log_level, log_level_replica, log_on_each_node | run.log_interval | process 0 alone prints a line for so
+    many steps
+skip_memory_metrics | | metrics.jsonl has the peak of memory
+full_determinism | run.deterministic
+use_cpu | | the variable JAX_PLATFORMS=cpu chooses CPUs
+enable_jit_checkpoint | | SIGTERM saves a checkpoint and ends the run
+save_on_each_node | checkpoint.local_dir | for further checkpoints on each host's own disk
+restore_callback_states_from_checkpoint | run.hooks | of which checkpoints have no state
+lr_scheduler_kwargs | schedule.min_learning_rate | and the other keys of the section schedule
+optim_args | optimizer.beta1 | and the other keys of the section optimizer
+optim_target_modules | optimizer.groups | a list such as [{parameters: ['*mlp*'], learning_rate: 0.1}];
+    optimizers of low rank such as GaLore do not exist
 """)
 
 # Names of PEFT's LoraConfig, TRL's SFTConfig and what is used with them.
@@ -133,9 +160,9 @@ target_modules, lora_target_modules, lora_target | lora.targets | query, key, va
 lora_dropout | lora.dropout
 use_peft | lora.rank | null trains all weights
 use_rslora | lora.alpha | which is lora_alpha * the root of the rank
-modules_to_save, layers_to_transform, lora.bias, init_lora_weights | | adapters are plain LoRA, in all
-    layers, and all other weights are frozen
-model_name_or_path, base_model | checkpoint.init_from | a folder on this machine
+modules_to_save, lora_modules_to_save, layers_to_transform, lora.bias, init_lora_weights | | adapters are plain
+    LoRA, in all layers, and all other weights are frozen
+model_name_or_path, base_model, model_revision | checkpoint.init_from | a folder on this machine
 packing, sample_packing | data.packing | none for false; chats are packed by default
 packing_strategy | data.packing | bfd: first_fit, wrapped: sequential; balanced has no counterpart
 assistant_only_loss, completion_only_loss, train_on_inputs | | with data.kind=chat the loss counts the assistant's
@@ -150,11 +177,13 @@ adapter, finetuning_type | lora.rank | null trains all weights
 lora_target_linear | lora.targets | all linear layers by default
 roles_to_train, train_on_eos, mask_prompt | | with data.kind=chat the loss counts the assistant's tokens and the token
     that ends them
-pad_to_sequence_len | data.packing | sequences always have batch.sequence_length tokens, packed or padded
+pad_to_sequence_len, pad_to_multiple_of | data.packing | sequences always have batch.sequence_length tokens, packed or
+    padded
 dataset_num_proc, dataset_prepared_path, preprocessing_num_workers | data.index_cache | where prepared data are stored
 special_tokens, added_tokens, resize_token_embeddings | model.vocab_size | a larger one adds rows; data.tokenizer must
     have the tokens
-lora.task_type, lora.peft_type, lora.fan_in_fan_out, inference_mode | | megajax hf adapters writes PEFT's own settings
+lora.task_type, lora_task_type, lora.peft_type, lora.fan_in_fan_out, inference_mode | | megajax hf adapters writes
+    PEFT's own settings
 loraplus_lr_ratio, loraplus_lr_embedding, embedding_lr, embeddings_lr | optimizer.groups | a list such as
     [{parameters: ['*_lora_b'], learning_rate: 16}]
 eval_packing | data.packing | of training and of evaluation
@@ -166,6 +195,9 @@ test_size | data.valid | a file of its own, which chats need; of token files dat
 data.text_field, data.column, text_field | data.text_key
 messages_key, field_messages, conversation_column, message_field_role, dataset_kwargs, message_property_mappings | |
     data.kind=chat knows the forms of docs/data.md by their keys: rename others
+truncation_mode | data.too_long | truncate keeps the beginning, drop leaves the conversation out
+model_init_kwargs | | the section model describes the network, and megajax hf config HF_FOLDER prints a folder's
+disable_dropout | model.dropout | 0 by default
 loss_type | objective.kind | next_token, masked_tokens or one of run.extensions
 teacher_model_name_or_path, teacher.init_from | teacher.source | with teacher.model, its network
 """)

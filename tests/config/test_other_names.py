@@ -139,6 +139,50 @@ MISSING = {
 }
 
 
+# The fields of transformers 5.24's TrainingArguments
+TRAINING_ARGUMENTS = """
+    accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_beta1 adam_beta2
+    adam_epsilon auto_find_batch_size average_tokens_across_devices batch_eval_metrics bf16 bf16_full_eval
+    data_seed dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers
+    dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor ddp_backend
+    ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout debug
+    deepspeed disable_tqdm do_eval do_predict do_train enable_jit_checkpoint eval_accumulation_steps eval_delay
+    eval_do_concat_batches eval_on_start eval_steps eval_strategy eval_use_gather_object fp16 fp16_full_eval
+    fsdp fsdp_config full_determinism gradient_accumulation_steps gradient_checkpointing
+    gradient_checkpointing_kwargs greater_is_better hub_always_push hub_model_id hub_private_repo hub_revision
+    hub_strategy hub_token ignore_data_skip include_for_metrics include_num_input_tokens_seen label_names
+    label_smoothing_factor learning_rate length_column_name liger_kernel_config load_best_model_at_end
+    local_rank log_level log_level_replica log_on_each_node logging_first_step logging_nan_inf_filter
+    logging_steps logging_strategy lr_scheduler_kwargs lr_scheduler_type max_grad_norm max_steps
+    metric_for_best_model neftune_noise_alpha num_train_epochs optim optim_args optim_target_modules output_dir
+    parallelism_config per_device_eval_batch_size per_device_train_batch_size prediction_loss_only project
+    push_to_hub remove_unused_columns report_to restore_callback_states_from_checkpoint resume_from_checkpoint
+    run_name save_on_each_node save_only_model save_steps save_strategy save_total_limit seed
+    skip_memory_metrics tf32 torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps
+    trackio_bucket_id trackio_space_id trackio_static_space_id train_sampling_strategy use_cache use_cpu
+    use_liger_kernel warmup_steps weight_decay
+"""
+# The others of TRL 1.16's ModelConfig, SFTConfig, DPOConfig and RewardConfig, without beta, a common name
+OF_TRL = """
+    activation_offloading assistant_only_loss attn_implementation bnb_4bit_quant_storage
+    bnb_4bit_quant_type center_rewards_coefficient chat_template_path completion_only_loss dataset_kwargs
+    dataset_num_proc dataset_text_field disable_dropout discopop_tau dtype eos_token eval_packing
+    f_alpha_divergence_coef f_divergence_type label_smoothing ld_alpha load_in_4bit load_in_8bit lora_alpha
+    lora_dropout lora_modules_to_save lora_r lora_target_modules lora_target_parameters lora_task_type loss_type
+    loss_weights max_length model_init_kwargs model_name_or_path model_revision packing packing_strategy
+    pad_to_multiple_of pad_token padding_free precompute_ref_batch_size precompute_ref_log_probs
+    ref_model_mixup_alpha ref_model_sync_steps router_aux_loss_coef shuffle_dataset sync_ref_model
+    truncation_mode trust_remote_code use_bnb_nested_quant use_dora use_peft use_rslora use_weighting
+"""
+
+
+@pytest.mark.parametrize("names", [TRAINING_ARGUMENTS, OF_TRL], ids=["transformers", "TRL"])
+def test_each_argument_of_other_trainers_has_an_answer(names):
+    known = {key.rpartition(".")[2] for key in KEYS}
+    asked = {name: suggestion(name) for name in names.split() if name not in known}
+    assert len(asked) > 50 and [name for name, said in asked.items() if said.startswith("the sections are")] == []
+
+
 @pytest.mark.parametrize("named", MISSING)
 def test_each_name_of_a_feature_that_does_not_exist_has_its_sentence(named: str):
     assert len(MISSING) == len(FEATURES)
