@@ -138,7 +138,7 @@ def _check_dependence(sublayer: type[Sublayer], config: Config, counted: slice, 
         tokens = fields["tokens"].copy()
         tokens[:, changed] = (tokens[:, changed] + shift) % config.model.vocab_size
         batch = to_global(program, fields | {"tokens": tokens, "loss_mask": mask})
-        losses.append(float(program.eval_step(state.weights, state.layer_state, batch)[0]))
+        losses.append(float(program.eval_step(state.weights, state.layer_state, batch)[0]["loss"]))
     assert losses[0] == losses[1], f"{sublayer.__name__}: a token depends on {what}: losses {losses}"
 
 

@@ -118,7 +118,7 @@ def test_an_evaluation_is_the_mean_loss_of_the_model_over_the_first_batches(load
         log_normaliser = np.log(np.exp(logits).sum(-1))
         total += (log_normaliser - logits[np.arange(16), sample[1:]]).sum()
         count += 16
-    assert trainer.evaluate() == pytest.approx(total / count, rel=1e-5)
+    assert trainer.evaluate() == {"loss": pytest.approx(total / count, rel=1e-5)}
     assert trainer.evaluate("valid") == trainer.evaluate()
 
 

@@ -21,7 +21,7 @@ class DPO(Segment):
 
     TEACHER = True
     TOGETHER = 2
-    METRICS = ("accuracy", "margin", "chosen_reward", "rejected_reward")  # in the lines of metrics.jsonl
+    METRICS = ("accuracy", "margin", "chosen_reward", "rejected_reward")  # of steps and evaluations
 
     class Settings(Section):
         beta: Positive = 0.1

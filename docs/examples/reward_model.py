@@ -21,7 +21,7 @@ class RewardModel(HiddenSegment):
     """-log σ(the chosen answer's score - the rejected one's), the mean over the pairs."""
 
     TOGETHER = 2
-    METRICS = ("accuracy", "margin")  # means over the pairs too, in the lines of metrics.jsonl
+    METRICS = ("accuracy", "margin")  # means over the pairs, of steps and evaluations
 
     @classmethod
     def parameters(cls, model, settings):

@@ -22,6 +22,11 @@ def replaces_head(objective: str) -> bool:
     return getattr(OBJECTIVES.get(objective), "REPLACES_HEAD", False)
 
 
+def own_metrics(objective: str) -> tuple[str, ...]:
+    """The names of the numbers that an objective gives beside its loss (`step.objective_bases.Objective.METRICS`)."""
+    return getattr(OBJECTIVES.get(objective), "METRICS", ())
+
+
 @dataclass(frozen=True)
 class HookOption:
     """A hook by its name in `run.hooks`."""

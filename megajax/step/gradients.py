@@ -93,7 +93,10 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
 
 
 def loss_function(graph: Graph, mesh: Mesh) -> Callable:
-    """(parameters, layer state, batch) → (summed loss, valid tokens); forward pass only, without dropout and jitter."""
+    """(parameters, layer state, batch) → (sums of the loss and of the objective's METRICS by name, their divisor).
+
+    Forward pass only, without dropout and jitter.
+    """
     specs = {name: placement.spec for name, placement in graph.plan.placements.items()}
     stack = graph.layers
 
@@ -107,7 +110,7 @@ def loss_function(graph: Graph, mesh: Mesh) -> Callable:
         arrays = StepArrays(table, weights)
         counts, (batch, _) = graph.counts(batch), graph.add_derived_fields(batch)
         run = pipeline if graph.plan.is_pipelined else microbatches
-        return sum_over_all(run.evaluate(graph, arrays, batch)["loss"], graph.sizes), counts["loss"]
+        return sum_over_all(run.evaluate(graph, arrays, batch), graph.sizes), counts["loss"]
 
     return jax.shard_map(
         _at_full_precision(compute, graph.plan),

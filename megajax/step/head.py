@@ -45,18 +45,23 @@ class LossHead:
     def losses(self, weights: Mapping[str, jax.Array], x: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
         """Summed cross-entropy of `x [T / tensor, D]` against targets and mask `[T]`: this device's share."""
         # XLA removes the unused gradient; a kernel would write it.
-        return self.losses_of(weights, x, targets, mask, self.cross_entropy(1.0, implementation="reference"))
+        loss = self.cross_entropy(1.0, implementation="reference")
+        return self.sums_of(weights, x, targets, mask, loss, {}, ("loss",))["loss"]
 
     @jax.named_scope("head")
-    def losses_of(self, weights, x, targets, mask, chunk_loss: ChunkLoss, fields: Fields | None = None) -> jax.Array:
-        """The sum `loss` of a chunk loss: this device's share; forward pass only."""
+    def sums_of(
+        self, weights, x, targets, mask, chunk_loss: ChunkLoss, fields: Fields, names: Sequence[str]
+    ) -> dict[str, jax.Array]:
+        """The sums of a chunk loss with these names: this device's shares; forward pass only."""
 
-        def body(loss, chunk):
+        def body(sums, chunk):
             logits, _, _ = self._logits(weights, chunk[0])
-            return loss + chunk_loss(logits, *chunk[1:])[0]["loss"], None
+            found, _ = chunk_loss(logits, *chunk[1:])
+            return {name: total + found[name] for name, total in sums.items()}, None
 
-        loss, _ = lax.scan(body, jnp.zeros((), jnp.float32), self._chunks(x, targets, mask, fields))
-        return loss / self.comm.tensor_size
+        zeros = {name: jnp.zeros((), jnp.float32) for name in names}
+        sums, _ = lax.scan(body, zeros, self._chunks(x, targets, mask, fields))
+        return {name: total / self.comm.tensor_size for name, total in sums.items()}
 
     @jax.named_scope("head")
     def log_probs(self, weights: Mapping[str, jax.Array], x: jax.Array, targets: jax.Array) -> jax.Array:

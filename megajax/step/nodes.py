@@ -157,7 +157,7 @@ class TerminalNode(Protocol):
 
     @property
     def EVALUATED(self) -> tuple[str, ...]:
-        """The losses of `evaluate`."""
+        """The names of the sums of `evaluate`."""
         ...
 
     @property
@@ -193,7 +193,7 @@ class TerminalNode(Protocol):
         ...
 
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
-        """This device's shares of the summed losses that evaluation reports; forward pass only."""
+        """This device's shares of the sums that evaluation reports; forward pass only."""
         ...
 
     def metrics(self, losses: Arrays) -> dict[str, jax.Array]:

@@ -38,12 +38,11 @@ class Objective:
     """What objectives share: one loss, divided by one count. `targets` and `loss_mask` are read by all."""
 
     NAME = "loss"
-    EVALUATED = ("loss",)
     reads: tuple[str, ...] = ()
     reads_positions = False
     # Fields [rows, sequence_length, *extra] of its own by name: the dtype, or (dtype, *extra)
     FIELDS: ClassVar[Mapping[str, Any]] = {}
-    # Numbers that steps log: `loss` returns (losses, {name: numbers}), of which the mean is taken as of the losses
+    # Numbers of steps and evaluations: `loss` returns (losses, {name: numbers}), whose means are taken as the losses'
     METRICS: ClassVar[tuple[str, ...]] = ()
     # Whether `fields` have what the config's teacher predicts: `teacher_log_probs` of the targets, as the own ones
     TEACHER: ClassVar[bool] = False
@@ -57,6 +56,10 @@ class Objective:
         if self.TEACHER:
             assert plan.teacher is not None
             self.reads, self.teacher = (STREAM,), TeacherHead(plan.teacher, comm)
+
+    @property
+    def EVALUATED(self) -> tuple[str, ...]:
+        return "loss", *self.METRICS
 
     def fields(self) -> dict[str, Field]:
         declared = {name: own if isinstance(own, tuple) else (own,) for name, own in self.FIELDS.items()}
@@ -73,7 +76,7 @@ class Objective:
         return loss_scale / counts["loss"]
 
     def metrics(self, losses: Arrays) -> dict[str, jax.Array]:
-        return {name: losses[name] for name in ("loss", *self.METRICS)}
+        return {name: losses[name] for name in self.EVALUATED}
 
     def measured(self, returned: Any) -> tuple[Any, Arrays]:
         """What `loss` returned → (losses, numbers by name). Raises ConfigError if the names are not METRICS."""
@@ -139,7 +142,7 @@ class Elementwise(Objective):
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
         fields = self.of_tokens(arrays, batch, streams)
         of_head = streams[HIDDEN], fields["targets"], fields["loss_mask"]
-        return {"loss": self.head.losses_of(arrays.table, *of_head, self.chunk_loss(1.0, arrays.table), fields)}
+        return self.head.sums_of(arrays.table, *of_head, self.chunk_loss(1.0, arrays.table), fields, self.EVALUATED)
 
     def chunk_loss(self, scale: jax.Array | float, table: Arrays) -> ChunkLoss:
         """`loss` as the head takes it, with the gradient of `scale` times its sum."""
@@ -256,7 +259,8 @@ class Segment(Objective):
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
         fields = self.of_tokens(arrays, batch, streams)
         log_probs = self.head.log_probs(arrays.table, streams[HIDDEN], fields["targets"])
-        return {"loss": self._share(self._losses(log_probs, fields)[0])}
+        losses, _, metrics = self._losses(log_probs, fields)
+        return self._shares(losses, metrics)
 
     def _with_slopes(self, values: jax.Array, fields: Arrays) -> tuple[dict[str, jax.Array], jax.Array]:
         """(shares of a microbatch's losses and metrics, derivatives of its loss by this device's `values [T, ...]`)."""
@@ -264,7 +268,7 @@ class Segment(Objective):
         (slopes,) = pull(jnp.ones_like(losses))
         ids = fields["segments"]
         slopes = jnp.where(ids >= 0, fields["loss_mask"] * slopes[jnp.maximum(ids, 0)].T, 0).T
-        return {name: self._share(a) for name, a in {"loss": losses, **metrics}.items()}, slopes
+        return self._shares(losses, metrics), slopes
 
     def _losses(self, values: jax.Array, fields: Arrays) -> tuple[jax.Array, Callable, Arrays]:
         """(the losses of a microbatch, equal on all devices, their pullback to the sums over the segments, metrics)."""
@@ -283,8 +287,9 @@ class Segment(Objective):
         check_shapes(self, metrics, counts.shape)
         return jnp.where(counts > 0, losses, 0), {n: jnp.where(counts > 0, a, 0) for n, a in metrics.items()}
 
-    def _share(self, losses: jax.Array) -> jax.Array:
-        return losses.sum() / math.prod(self.sizes.values())
+    def _shares(self, losses: jax.Array, metrics: Arrays) -> dict[str, jax.Array]:
+        """This device's shares of the sums."""
+        return {name: a.sum() / math.prod(self.sizes.values()) for name, a in {"loss": losses, **metrics}.items()}
 
     def _sums(self, fields: Arrays) -> dict[str, jax.Array]:
         """Fields of this device's tokens → their sums over the segments of the microbatch.

@@ -83,7 +83,8 @@ class Hidden(OwnHead, Elementwise):
 
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
         fields = self.local(self.of_tokens(arrays, batch, streams))
-        return {"loss": self.of_hidden(self._sum, self.weights(arrays.table), streams[HIDDEN], fields)[0]}
+        loss, metrics = self.of_hidden(self._sum, self.weights(arrays.table), streams[HIDDEN], fields)
+        return {"loss": loss, **metrics}
 
     def _sum(self, w: Arrays, hidden: jax.Array, fields: Arrays) -> tuple[jax.Array, Arrays]:
         """The summed loss and metrics of this device's tokens."""
@@ -121,7 +122,8 @@ class HiddenSegment(OwnHead, Segment):
     def evaluate(self, arrays: StepArrays, streams: Streams, batch: Microbatch) -> dict[str, jax.Array]:
         fields = self.of_tokens(arrays, batch, streams)
         values, _ = self.of_hidden(self._values, self.weights(arrays.table), streams[HIDDEN], self.local(fields))
-        return {"loss": self._share(self._losses(self.comm.all_gather_tokens(values), fields)[0])}
+        losses, _, metrics = self._losses(self.comm.all_gather_tokens(values), fields)
+        return self._shares(losses, metrics)
 
     def _values(self, w: Arrays, hidden: jax.Array, fields: Arrays) -> tuple[jax.Array, Arrays]:
         """(`values`, which must be numbers for each token, no metrics). Raises ConfigError for others."""

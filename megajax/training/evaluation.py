@@ -1,4 +1,4 @@
-"""Evaluations of a run: the mean loss of each validation split."""
+"""Evaluations of a run: the mean loss of each validation split, and the means of the objective's METRICS."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -8,7 +8,9 @@ import jax
 from megajax.data.loader import Split
 from megajax.data.samples import Samples
 from megajax.data.whole import WholeSet
+from megajax.options.registered import own_metrics
 from megajax.sources import LayerState
+from megajax.training import logs
 from megajax.training.batches import batches
 from megajax.training.hooks import Hook, RunView
 from megajax.training.step import TrainProgram
@@ -19,8 +21,8 @@ from megajax.training.watch import Watch
 class Evaluation(Hook):
     """Evaluates every `run.eval_interval` steps, and after the last one."""
 
-    def __init__(self, splits: Iterable[Split], evaluate: Callable[..., float], log: StepLog, watch: Watch):
-        """`evaluate(split, averaged)` gives the mean loss."""
+    def __init__(self, splits: Iterable[Split], evaluate: Callable[..., dict[str, float]], log: StepLog, watch: Watch):
+        """`evaluate(split, averaged)` gives the means by name."""
         self._splits = [split for split in splits if split.partition("/")[0] == "valid"]
         self._evaluate, self._log, self._watch = evaluate, log, watch
 
@@ -33,44 +35,53 @@ class Evaluation(Hook):
             if run.end is not None:
                 return
             with self._watch.working("the evaluation"):
-                self._report(run, "eval_loss", "evaluation loss", averaged=False)
+                self._report(run, "eval_", "evaluation loss", averaged=False)
                 if run.config.optimizer.ema_decay:
-                    self._report(run, "ema_eval_loss", "evaluation loss of the averaged weights", averaged=True)
+                    self._report(run, "ema_eval_", "evaluation loss of the averaged weights", averaged=True)
         if due:
             self._log.restart(run.step)
 
-    def _report(self, run: RunView, name: str, title: str, averaged: bool) -> None:
+    def _report(self, run: RunView, prefix: str, title: str, averaged: bool) -> None:
         if not self._splits:
             return
-        losses = {split: self._evaluate(split, averaged) for split in self._splits}
-        found = {name + split.removeprefix("valid"): loss for split, loss in losses.items()}
+        means = {split: self._evaluate(split, averaged) for split in self._splits}
+        found = {
+            f"{prefix}{name}{split.removeprefix('valid')}": mean
+            for split, of_split in means.items()
+            for name, mean in of_split.items()
+        }
         for hook in run.hooks:
             hook.on_evaluate(run, found)
         self._log.write_line(run.step, found)
-        named = (f"{split.partition('/')[2]} {loss:.4f}".strip() for split, loss in losses.items())
+        own = own_metrics(run.config.objective.kind)
+        named = (
+            " ".join([split.partition("/")[2], f"{of_split['loss']:.4f}", *logs.named_numbers(of_split, own)]).strip()
+            for split, of_split in means.items()
+        )
         run.note(f"step {run.step}  {title} {', '.join(named)}")
 
 
-def mean_loss(
+def means(
     program: TrainProgram,
     split: Split,
     samples: Samples,
     weights: dict[str, jax.Array],
     layer_state: LayerState,
     wait: Callable[[jax.Array], None],
-) -> float:
-    """Mean loss per token over `run.eval_steps` batches of a split, always the same ones; all: each sample once.
+) -> dict[str, float]:
+    """The mean `loss`, and those of the objective's METRICS, over `run.eval_steps` batches of a split.
 
-    `wait` keeps the host from running far ahead of a result.
+    They are always the same ones; all: each sample once. `wait` keeps the host from running far ahead of a result.
     """
-    steps, loss, tokens = program.config.run.eval_steps, 0.0, 0.0
+    config, count = program.config, 0.0
+    steps, sums = config.run.eval_steps, dict.fromkeys(("loss", *own_metrics(config.objective.kind)), 0.0)
     if not isinstance(steps, int):
         assert isinstance(samples, WholeSet)
-        steps = -(-len(samples) // program.config.batch.global_size)
+        steps = -(-len(samples) // config.batch.global_size)
     source = batches(program, split, samples)
     for batch in itertools.islice(source, steps):
-        batch_loss, batch_tokens = program.eval_step(weights, layer_state, batch)
-        wait(batch_loss)
-        loss, tokens = loss + batch_loss, tokens + batch_tokens
+        of_batch, divisor = program.eval_step(weights, layer_state, batch)
+        wait(of_batch["loss"])
+        sums, count = {name: total + of_batch[name] for name, total in sums.items()}, count + divisor
     source.close()  # ends the loader's threads too
-    return float(loss / tokens)
+    return {name: float(total / count) for name, total in sums.items()}

@@ -143,7 +143,10 @@ class Hook:
         """Checkpoints may be removed or moved after this: finish reading them."""
 
     def on_evaluate(self, run: RunView, losses: Mapping[str, float]) -> None:
-        """The model of `run.step` was evaluated; the losses have their names in metrics.jsonl."""
+        """The model of `run.step` was evaluated.
+
+        The losses, and the objective's METRICS beside them, have their names in metrics.jsonl.
+        """
 
     def on_end(self, run: RunView) -> None:
         """The run ends, in order or with an error; no step follows."""

@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +119,23 @@ def make_run_dir(config: Config) -> Path:
     return run_dir
 
 
-def console_line(step: int, steps: int, values: Mapping[str, Any], seconds_left: float | None) -> str:
-    """The console's line of a logged step, for 80 columns; metrics.jsonl has memory and TFLOP/s too."""
+def named_numbers(values: Mapping[str, float], names: Iterable[str]) -> list[str]:
+    """Numbers of an objective as the console has them, each with its name."""
+    return [f"{name} {values[name]:.3g}" for name in names]
+
+
+def console_line(
+    step: int, steps: int, values: Mapping[str, Any], seconds_left: float | None, own: Sequence[str] = ()
+) -> str:
+    """The console's line of a logged step, for 80 columns but for the objective's `own` numbers.
+
+    metrics.jsonl has memory and TFLOP/s too.
+    """
     speed, norm = amount(values["tokens_per_second_per_device"], ""), values["grad_norm"]
     parts = [
         f"step {step:>{len(str(steps))}}/{steps}",
         f"loss {values['loss']:.4f}",
+        *named_numbers(values, own),
         f"norm {norm:.1e}" if norm < 0.1 or norm >= 1000 else f"norm {norm:.{2 if norm < 10 else 1}f}",
         f"lr {values['learning_rate']:.1e}",
         f"{speed.replace(' ', '')} tok/s/dev",

@@ -32,7 +32,7 @@ from megajax.training.batch_fields import check_fields
 from megajax.training.batches import BatchOf, batches, check_batch_of, check_own_fields, own_batches
 from megajax.training.checks import EmptyStepCheck, NonFiniteCheck, SpikeCheck
 from megajax.training.compiled_steps import CompiledSteps, remove_damaged_programs
-from megajax.training.evaluation import Evaluation, mean_loss
+from megajax.training.evaluation import Evaluation, means
 from megajax.training.exports import Exports
 from megajax.training.gpu_health import GpuHealth
 from megajax.training.hooks import Hook, RunView, StopReason, check_hook, make_hook
@@ -211,17 +211,18 @@ class Trainer:
         if len(self._ahead) > STEPS_AHEAD:
             self._ahead.popleft().block_until_ready()
 
-    def evaluate(self, split: Split = "valid", averaged: bool = False) -> float:
-        """Mean loss per token over `run.eval_steps` batches of a split, always the same ones; all: each sample once.
+    def evaluate(self, split: Split = "valid", averaged: bool = False) -> dict[str, float]:
+        """The mean `loss` and those of the objective's METRICS over `run.eval_steps` batches of a split.
 
-        `averaged`: of the moving averages of the weights (`optimizer.ema_decay`).
+        They are always the same ones; all: each sample once. `averaged`: of the moving averages of the weights
+        (`optimizer.ema_decay`).
         """
         if split not in self.data or not self.config.run.eval_steps:
             raise ConfigError(f"there is nothing to evaluate: set data.{split} and run.eval_steps above 0.")
         state = self.program.with_files(self.state, "ema") if averaged else self.state
         weights = state.averaged if averaged else state.weights
         wait, layer_state = self._wait_for_devices, self.state.layer_state
-        return mean_loss(self.program, split, self.data[split], weights, layer_state, wait)
+        return means(self.program, split, self.data[split], weights, layer_state, wait)
 
     def generator(self, sampling: Sampling = DEFAULT, mesh: Mesh | None = None) -> StateGenerator:
         """A generator with the current weights, without a file; `generator.update(trainer.state)` gives it later ones.

@@ -289,12 +289,12 @@ class TrainProgram:
 
     @cached_property
     def eval_step(self) -> Callable:
-        """Jitted (`TrainState.weights`, layer state, batch) → (summed loss, valid tokens)."""
-        loss = loss_function(self.graph, self.mesh)
+        """Jitted (`TrainState.weights`, layer state, batch) → (sums by name, their divisor): see `loss_function`."""
+        sums = loss_function(self.graph, self.mesh)
 
         def evaluate(weights, state, batch):
             check_fields(self.config, self.graph.fields, batch)
-            return loss(on_device(weights), state, batch)
+            return sums(on_device(weights), state, batch)
 
         return jax.jit(evaluate)
 

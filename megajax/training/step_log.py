@@ -10,6 +10,7 @@ import numpy as np
 from megajax import cluster
 from megajax.errors import ConfigError, InputError
 from megajax.layout.kinds import expert_layers
+from megajax.options.registered import own_metrics
 from megajax.training import logs
 from megajax.training.hooks import Hook, RunView
 from megajax.training.speed import Meter, StepTimes
@@ -98,7 +99,8 @@ class StepLog(Hook):
         if self._line is not None:
             (step, values, seconds_left), self._line = self._line, None
             self.write_line(step, values)
-            run.note(logs.console_line(step, run.config.run.steps, values, seconds_left))
+            own = own_metrics(run.config.objective.kind)
+            run.note(logs.console_line(step, run.config.run.steps, values, seconds_left, own))
 
     def write_line(self, step: int, values: Mapping[str, Any]) -> None:
         """Write a line of its own, such as an evaluation's."""

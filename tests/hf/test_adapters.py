@@ -136,7 +136,7 @@ def test_the_merged_model_has_the_loss_of_the_adapted_one(run, tmp_path):
     shapes = {n: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=one) for n, p in parameters(model).items()}
     weights = load(tmp_path / "merged", shapes, {}, trainer.config.model, "folder")[0]
     batch = next(batches(trainer.program, "train", trainer.data["train"], 9))
-    loss, tokens = trainer.program.eval_step(trainer.state.weights, {}, batch)
+    sums, tokens = trainer.program.eval_step(trainer.state.weights, {}, batch)
 
     @jax.jit
     def mean_loss(weights, batch):
@@ -144,7 +144,7 @@ def test_the_merged_model_has_the_loss_of_the_adapted_one(run, tmp_path):
         return -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][0, ..., None], -1).mean()
 
     expected = mean_loss(weights, {name: np.asarray(batch[name]) for name in ("tokens", "targets")})
-    assert float(loss / tokens) == pytest.approx(float(expected), rel=1e-5)
+    assert float(sums["loss"] / tokens) == pytest.approx(float(expected), rel=1e-5)
     loaded = load_run(trainer.run_dir)  # for generation, merged on the devices
     np.testing.assert_allclose(loaded.weights.outer["embedding.tokens"], weights["embedding.tokens"])
     query = np.asarray(weights["blocks.dense.attention.query"])[1].reshape(weights["embedding.tokens"].shape[1], -1)

@@ -69,8 +69,8 @@ def test_its_loss_and_its_folder_are_those_of_transformers(folder, stored, tmp_p
     trainer.save()
     trainer.checkpoints.wait()
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "ours")]) == 0
-    loss, count = trainer.program.eval_step(trainer.state.weights, {}, trainer.next_batch())
-    np.testing.assert_allclose(float(loss / count), -chosen.mean(), **NEAR)
+    sums, count = trainer.program.eval_step(trainer.state.weights, {}, trainer.next_batch())
+    np.testing.assert_allclose(float(sums["loss"] / count), -chosen.mean(), **NEAR)
     theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():

@@ -253,7 +253,7 @@ def test_the_loss_of_chats_is_that_of_the_training(chats, tmp_path):
             "logging": {"tensorboard": False},
         }
     )
-    trained = megajax.Trainer(config, jax.devices()[:1]).evaluate("valid")
+    trained = megajax.Trainer(config, jax.devices()[:1]).evaluate("valid")["loss"]
     found = evaluate.evaluate(megajax.from_hf(folder), str(file))
     assert found["loss"] == pytest.approx(trained, rel=1e-5)
 

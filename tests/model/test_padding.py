@@ -139,9 +139,9 @@ def step(length: int, data: dict):
     if data:
         fields["is_real"] = np.tile(np.arange(length) < REAL, (8, 1))
     batch = to_global(program, fields)
-    loss, _ = program.eval_step(state.params, state.layer_state, batch)
+    sums, _ = program.eval_step(state.params, state.layer_state, batch)
     state, metrics = program.train_step(state, batch)
-    return canonical(program, state.params), state.layer_state, jax.tree.map(np.asarray, metrics), float(loss)
+    return canonical(program, state.params), state.layer_state, jax.tree.map(np.asarray, metrics), float(sums["loss"])
 
 
 @pytest.mark.long

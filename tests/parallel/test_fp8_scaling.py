@@ -245,7 +245,7 @@ def test_a_step_is_scaled_by_what_its_algorithm_reads_of_the_history(steps, algo
 
     def loss(change):
         history = {name: change(values) for name, values in state.layer_state["fp8"].items()}
-        return float(program.eval_step(state.params, {"fp8": history}, batch)[0])
+        return float(program.eval_step(state.params, {"fp8": history}, batch)[0]["loss"])
 
     def with_columns(*factors):
         return loss(lambda values: values.max(axis=1, keepdims=True) * np.float32(factors))

@@ -1,5 +1,6 @@
 """Objectives against `jax.grad` of the plain model with an unchunked head, on one device and on meshes."""
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from megajax.model import Transformer, bind
 from megajax.options.registered import OBJECTIVES as REGISTERED
 from megajax.schema.fields import Section
 from megajax.step.objective import Elementwise, HiddenSegment, NextToken, register_objective
-from megajax.training.batches import to_global
+from megajax.training.batches import batches, to_global
 from megajax.training.loop import Trainer
 from megajax.training.step import TrainProgram
 
@@ -161,9 +162,10 @@ def test_loss_and_gradients_are_those_of_a_plain_head(table, expected, name, mes
     program = TrainProgram.build(config, build_mesh(check_mesh(config, count), jax.devices()[:count]))
     state = table.first_state(program, table.weights_with_teacher(config))
     batch, ((loss, evaluated, others), gradients) = to_global(program, fields_of(name)), expected(name)
-    total, number = program.eval_step(state.weights, state.layer_state, batch)
-    assert float(total / number) == pytest.approx(float(evaluated), rel=table.PLAIN_VALUE)
+    sums, number = program.eval_step(state.weights, state.layer_state, batch)
     others = {name: float(value) for name, value in others.items()}
+    found = {name: float(total / number) for name, total in sums.items()}
+    assert found == pytest.approx({"loss": float(evaluated), **others}, rel=table.PLAIN_VALUE)
     assert name != "test_pairs" or (0 < others["accuracy"] < 1 and others["margin"])
     table.check_first_step(program, state, batch, float(loss), gradients, **others)
 
@@ -315,13 +317,13 @@ class Square(Elementwise):
 """
 
 
-def test_an_objective_of_a_file_trains_in_a_run(tmp_path, monkeypatch):
+def test_an_objective_of_a_file_trains_in_a_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ext_objective.py").write_text(EXTENSION.replace("NAME", "below_ten"))
     taken = EXTENSION.replace("NAME", "mfu").replace("ext_square", "ext_taken")
     (tmp_path / "ext_taken.py").write_text(taken)
     (tmp_path / "x.yaml").write_text(
-        "run: {steps: 2, extensions: [ext_objective.py], log_interval: 1}\n"
+        "run: {steps: 2, extensions: [ext_objective.py], log_interval: 1, eval_steps: 1}\n"
         f"model: {TINY | {'num_layers': 1}}\noptimizer: {{kind: sgd}}\n"
         "batch: {global_size: 2, sequence_length: 8}\ndata: {kind: synthetic}\nobjective: {kind: ext_square}\n"
         "kernels: {loss_chunk_tokens: 6}\n"
@@ -336,3 +338,12 @@ def test_an_objective_of_a_file_trains_in_a_run(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="metric mfu, which the line of a step has already"):
         Trainer(load_config("x.yaml", overrides), jax.devices()[:1]).run()
     assert 0 < float(metrics["grad_norm"]) < 1e3
+    evaluated = next(batches(trainer.program, "valid", trainer.data["valid"]))
+    below_ten = np.mean(np.asarray(evaluated["targets"]) < 10)
+    assert trainer.run() == 0
+    found, printed = {}, capsys.readouterr().out
+    for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines():
+        found |= json.loads(line)
+    assert found["eval_below_ten"] == pytest.approx(below_ten, rel=1e-6)
+    assert f"loss {found['loss']:.4f}  below_ten {found['below_ten']:.3g}  norm" in printed
+    assert f"evaluation loss {found['eval_loss']:.4f} below_ten {below_ten:.3g}\n" in printed

@@ -124,9 +124,10 @@ def test_loss_and_gradients_are_those_of_a_plain_model(table, expected, outputs)
     program = built(config)
     batch = to_global(program, fields(outputs) if outputs else fields_of_pairs())
     state = table.first_state(program, weights_of(table, config))
-    total, number = program.eval_step(state.weights, state.layer_state, batch)
-    assert float(total / number) == pytest.approx(float(loss), rel=table.PLAIN_VALUE)
+    sums, number = program.eval_step(state.weights, state.layer_state, batch)
     others = {name: float(value) for name, value in others.items()}
+    found = {name: float(total / number) for name, total in sums.items()}
+    assert found == pytest.approx({"loss": float(loss), **others}, rel=table.PLAIN_VALUE)
     assert outputs or (0 < others["accuracy"] < 1 and others["margin"])
     table.check_first_step(program, state, batch, float(loss), gradients, **others)
 
@@ -198,10 +199,13 @@ def test_a_model_that_lacks_them_gives_its_weights_to_a_run(table, tmp_path, mon
     np.testing.assert_array_equal(state.params["objective.score"], program.random_state().params["objective.score"])
     first = np.asarray(state.params["objective.score"])
     assert 0.5 < first.std() / program.config.model.init_std < 1.5
-    state, metrics = program.train_step(state, to_global(program, fields(1)))
+    batch = to_global(program, fields(1))
+    sums, number = program.eval_step(state.weights, state.layer_state, batch)
+    state, metrics = program.train_step(state, batch)
     assert np.isfinite(metrics["loss"]) and np.abs(np.asarray(state.params["objective.score"]) - first).min() > 0
     mask, labels = fields(1)["loss_mask"], fields(1)["labels"]
-    assert float(metrics["labels"]) == pytest.approx((mask * labels).sum() / mask.sum(), rel=1e-5)
+    for mean in (metrics["labels"], sums["labels"] / number):
+        assert float(mean) == pytest.approx((mask * labels).sum() / mask.sum(), rel=1e-5)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

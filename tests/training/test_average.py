@@ -83,17 +83,17 @@ def test_the_mean_of_checkpoints_starts_other_runs(run, build, tmp_path, capsys)
         np.testing.assert_allclose(kept[f"blocks.moe.{name}"][...], array, rtol=1e-6, atol=1e-8)
 
     started = build("started", f"checkpoint.init_from={out}")
-    loss = started.evaluate()
+    loss = started.evaluate()["loss"]
     like, of_layers = started.state.params, started.state.layer_state["moe"]
 
     def placed(arrays, like):
         return {name: jax.device_put(np.float32(array), like[name].sharding) for name, array in arrays.items()}
 
     started.state = replace(started.state, params=placed(expected, like), layer_state={"moe": placed(state, of_layers)})
-    assert loss == pytest.approx(started.evaluate(), rel=1e-6)
+    assert loss == pytest.approx(started.evaluate()["loss"], rel=1e-6)
     for step in (2, 5, 7):  # the mean is none of the checkpoints
         started.state = replace(started.state, params=placed(saved[step]["params"], like))
-        assert abs(started.evaluate() - loss) > 1e-4 * loss
+        assert abs(started.evaluate()["loss"] - loss) > 1e-4 * loss
     assert load_run(out).config.num_experts == 4
 
 

@@ -161,8 +161,8 @@ def test_evaluations_stand_at_their_interval_and_at_the_end(run, text):
     evaluations = [line for line in lines(trainer) if "eval_loss" in line]
     assert [line["step"] for line in evaluations] == [2, 4, 5]
     assert all(set(line) == {"step", "time", "eval_loss", "eval_loss/valid"} for line in evaluations)
-    assert trainer.evaluate() == evaluations[-1]["eval_loss"]  # always the same batches
-    assert trainer.evaluate("valid/valid") == evaluations[-1]["eval_loss/valid"] != evaluations[-1]["eval_loss"]
+    assert trainer.evaluate() == {"loss": evaluations[-1]["eval_loss"]}  # always the same batches
+    assert trainer.evaluate("valid/valid") == {"loss": evaluations[-1]["eval_loss/valid"]} != trainer.evaluate()
 
 
 @pytest.mark.long

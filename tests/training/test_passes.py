@@ -181,7 +181,7 @@ def losses_of(make_config, *overrides) -> tuple[Trainer, list[dict[str, float]]]
         config = make_config("model.num_layers=2", "batch.num_microbatches=2", "run.eval_steps=all", *overrides, *sizes)
         trainers.append(Trainer(config, jax.devices()[: math.prod(mesh.values())]))
         splits = [split for split in trainers[-1].data if split != "train"]
-        found.append({split: trainers[-1].evaluate(split) for split in splits})
+        found.append({split: trainers[-1].evaluate(split)["loss"] for split in splits})
     return trainers[0], found
 
 

@@ -81,7 +81,7 @@ def test_the_loss_is_the_mean_over_all_counted_tokens(make_config, texts, tmp_pa
     axes = [f"mesh.{axis}={size}" for axis, size in MESHES[mesh].items()]
     run = (f"run.dir={tmp_path}", "run.steps=1", "run.eval_steps=all")
     trainer = Trainer(make_config(*given, *run, *axes), jax.devices()[: 4 if axes else 1])
-    found, program, samples = trainer.evaluate(), trainer.program, trainer.data["valid"]
+    found, program, samples = trainer.evaluate()["loss"], trainer.program, trainer.data["valid"]
     size = program.config.batch.global_size
     assert len(samples) % size and len(samples) > (1 if kind == "chats" else size)
 
@@ -89,8 +89,8 @@ def test_the_loss_is_the_mean_over_all_counted_tokens(make_config, texts, tmp_pa
     for index in range(len(samples)):
         one = make_batch(samples, [index] * size, Packing.of(program.config), Changes(is_padded=True))
         one["loss_mask"][1:] = 0
-        loss, tokens = program.eval_step(trainer.state.weights, trainer.state.layer_state, to_global(program, one))
-        losses.append(float(loss))
+        sums, tokens = program.eval_step(trainer.state.weights, trainer.state.layer_state, to_global(program, one))
+        losses.append(float(sums["loss"]))
         counts.append(int(tokens))
     trainer.close()
     assert len(set(counts)) > 1
