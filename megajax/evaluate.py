@@ -1,4 +1,7 @@
-"""`megajax evaluate RUN_OR_HF_FOLDER --data PATH`: loss, perplexity and bits per byte of texts and chats."""
+"""`megajax evaluate RUN_OR_HF_FOLDER --data PATH`: loss, perplexity and bits per byte of texts and chats.
+
+Pairs, and all data of a run without logits, have the loss and the METRICS of the run's own objective.
+"""
 
 import argparse
 import json
@@ -17,6 +20,7 @@ from megajax.errors import InputError
 from megajax.files import check_output
 from megajax.runtime import accept_missing_cuda
 from megajax.schema.data import sources_of
+from megajax.schema.fields import AXES
 
 if TYPE_CHECKING:
     from megajax.inference.language_model import LanguageModel
@@ -54,9 +58,6 @@ def own_sets(run: str) -> tuple[dict[str, str], str | None]:
     source = find_source(run, "RUN")
     if not isinstance(source, RunSource) or not ((data := source.config().data).valid or data.valid_sets):
         raise InputError(f"RUN={run} names no evaluation data in data.valid or data.valid_sets: give --data PATH.")
-    if data.reads_pairs:
-        problem = f"the evaluation data of RUN={run} are pairs (data.packing=pairs), which only its training evaluates"
-        raise InputError(f"{problem}: give texts or chats, --data PATH.")
     sets = data_sets([path for path, _ in sources_of(data.valid or ())])
     sets |= {each.name: each.prefix for each in data.valid_sets}
     for name, path in sets.items():
@@ -114,6 +115,17 @@ def report(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def objective_report(results: dict[str, dict[str, Any]]) -> str:
+    """A table of the sets that an objective evaluates, a line each, with a column for each of its METRICS."""
+    width = max(4, *map(len, results))
+    _, _, *numbers = next(iter(results.values()))
+    lines = [f"{'data':{width}}    samples  scored " + "".join(f"  {name:>7}" for name in numbers)]
+    for name, found in results.items():
+        own = "".join(f"  {found[number]:{max(7, len(number))}.4f}" for number in numbers)
+        lines.append(f"{name:{width}}  {found['samples']:9,}  {found['scored']:7}{own}")
+    return "\n".join(lines)
+
+
 def run(options: argparse.Namespace) -> None:
     """Load the model, score the sets and print their table; `options` are those of the parser below."""
     from megajax.inference.load import load_chosen
@@ -122,11 +134,34 @@ def run(options: argparse.Namespace) -> None:
 
     sets, json_key = (data_sets(options.data), None) if options.data else own_sets(options.run)
     reading = SetFormat(options.json_key or json_key, chosen_arguments(options))
-    model = load_chosen(options)
-    results = {name: evaluate(model, path, reading, options.limit) for name, path in sets.items()}
-    print(report(results))
+    results = {} if options.json_key else _by_objective(options, sets)
+    if results:
+        print(objective_report(results))
+    if texts := {name: path for name, path in sets.items() if name not in results}:
+        model = load_chosen(options)
+        of_texts = {name: evaluate(model, path, reading, options.limit) for name, path in texts.items()}
+        print(report(of_texts))
+        results |= of_texts
     if options.output is not None:
         options.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+def _by_objective(options: argparse.Namespace, sets: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """The figures of the sets that the run's own objective evaluates, by name; none of a folder of weights."""
+    from megajax.inference.load import chosen_mesh
+    from megajax.inference.prompts import chosen_arguments
+    from megajax.sources import RunSource, find_source
+    from megajax.training.own_evaluation import evaluate_by_objective, sets_of_objective
+
+    source = find_source(options.run, "RUN")
+    if not isinstance(source, RunSource):
+        return {}
+    chosen = sets_of_objective(source, sets, are_own=not options.data)
+    if not chosen:
+        return {}
+    locations = {f"mesh.{axis}": "--mesh" for axis in AXES} | ({"data.valid_sets": "--data"} if options.data else {})
+    mesh, arguments = chosen_mesh(options), chosen_arguments(options)
+    return evaluate_by_objective(source, chosen, mesh, options.dtype, arguments, options.limit, locations)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -137,11 +172,11 @@ def main(argv: Sequence[str]) -> int:
         "--data",
         action="append",
         metavar="[NAME=]PATH",
-        help="texts or chats (JSON lines, an array, Parquet, a glob), or the prefix of .bin and .idx files; may be"
-        " repeated (default: the run's data.valid and data.valid_sets)",
+        help="texts, chats or a run's pairs (JSON lines, an array, Parquet, a glob), or the prefix of .bin and .idx"
+        " files; may be repeated (default: the run's data.valid and data.valid_sets)",
     )
     parser.add_argument("--json-key", help="key of the text in JSON lines (default: text, if the lines are not chats)")
-    parser.add_argument("--limit", type=int, help="read only this many documents or chats of each set")
+    parser.add_argument("--limit", type=int, help="read only this many documents, chats or pairs of each set")
     add_template_arguments(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON too")
     with user_errors():

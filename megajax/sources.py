@@ -404,32 +404,42 @@ def text_settings(config: Config, run_dir: Path) -> TextSettings:
 
 
 def find_tokenizer(config: Config, run_dir: Path) -> Tokenizer:
-    """The tokenizer of a run's training, independent of the current directory if the run has a copy.
-
-    It is the run's copy, `tokenizer.json` or `tokenizer.model`, else `data.tokenizer` relative to a directory above the
-    run or to the current one. Raises InputError if there is none, or if it does not fit the model.
-    """
-    spec = config.data.tokenizer
-    if spec is None:
-        raise InputError(f"{run_dir}/config.yaml has no data.tokenizer, so tokens cannot become text: add it.")
-    suffix = Path(spec).suffix
-    copies = sorted((run_dir / name for name in FILES), key=lambda path: path.suffix != suffix)
-    copy = copies[0]
-    if not has_no_file(spec):
-        found = next((path for path in copies if path.exists()), None) or above_or_here(spec, run_dir)
-        if found is None:
-            raise InputError(
-                f"data.tokenizer={spec} ({run_dir}/config.yaml) is neither in the current directory nor above the "
-                f"run: copy the file to {copy}."
-            )
-        spec = str(found)
+    """The tokenizer of `tokenizer_of`. Raises InputError if there is none, or if it does not fit the model."""
+    spec = tokenizer_of(config, run_dir)
     tokenizer = load_tokenizer(spec)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise InputError(
             f"the tokenizer {spec} has {tokenizer.vocab_size} tokens, but the model has {config.model.vocab_size}: "
-            f"copy the tokenizer of the training to {copy}."
+            f"copy the tokenizer of the training to {_copies(config, run_dir)[0]}."
         )
     return tokenizer
+
+
+def tokenizer_of(config: Config, run_dir: Path) -> str:
+    """`data.tokenizer` of a run's training, independent of the current directory if the run has a copy.
+
+    It is the run's copy, `tokenizer.json` or `tokenizer.model`, else `data.tokenizer` relative to a directory above the
+    run or to the current one. Raises InputError if there is none.
+    """
+    spec = config.data.tokenizer
+    if spec is None:
+        raise InputError(f"{run_dir}/config.yaml has no data.tokenizer, so tokens cannot become text: add it.")
+    if has_no_file(spec):
+        return spec
+    copies = _copies(config, run_dir)
+    found = next((path for path in copies if path.exists()), None) or above_or_here(spec, run_dir)
+    if found is None:
+        raise InputError(
+            f"data.tokenizer={spec} ({run_dir}/config.yaml) is neither in the current directory nor above the "
+            f"run: copy the file to {copies[0]}."
+        )
+    return str(found)
+
+
+def _copies(config: Config, run_dir: Path) -> list[Path]:
+    """The paths of a run's copy of its tokenizer, the likelier one first."""
+    suffix = Path(config.data.tokenizer or "").suffix
+    return sorted((run_dir / name for name in FILES), key=lambda path: path.suffix != suffix)
 
 
 def above_or_here(path: str, run_dir: Path) -> Path | None:

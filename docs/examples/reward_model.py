@@ -6,7 +6,8 @@ data: {kind: chat, packing: pairs, train: pairs.jsonl, tokenizer: models/sft}
 
 The matrix is called `score`, as in transformers' AutoModelForSequenceClassification, whose folders are read and
 written. Rows 2i and 2i + 1 of a microbatch are the chosen and the rejected answer with their prompt. `loss_mask` is 1
-where the target is a token of an answer; the score is read at the last of these tokens.
+where the target is a token of an answer; the score is read at the last of these tokens. With data.valid evaluations log
+eval_accuracy and eval_margin; `megajax evaluate RUN --data PAIRS` has them of any pairs.
 """
 
 import jax

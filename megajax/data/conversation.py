@@ -57,6 +57,11 @@ def is_chat(record: Any) -> bool:
     return isinstance(record, dict) and any(form <= record.keys() for form in FORMS)
 
 
+def is_pair(record: Any) -> bool:
+    """Whether a line has the keys that `read_pair` reads."""
+    return isinstance(record, dict) and record.keys() >= {"chosen", "rejected"}
+
+
 def read_record(record: Any) -> Chat | Completion:
     """The training data of a line in one of the forms of docs/data.md; ValueError with the rest of a sentence."""
     record = record if isinstance(record, dict) else {}
@@ -76,7 +81,7 @@ def read_record(record: Any) -> Chat | Completion:
         return _instructed(record)
     found = shown(", ".join(record)) or "none"
     cure = "write one of them"
-    if {"chosen", "rejected"} <= keys:
+    if is_pair(record):
         cure = "set data.packing=pairs for an objective of pairs such as DPO's (docs/data.md)"
     elif "text" in keys:
         cure = "set data.kind=text for texts, or write one of them"

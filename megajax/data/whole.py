@@ -1,5 +1,6 @@
 """Each token of an evaluation's data once."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,12 @@ class WholeSet(BlendedSamples):
 
     def __len__(self) -> int:
         return int(self._ends[-1])
+
+    def first(self, count: int) -> "WholeSet":
+        """The same with its first `count` samples only."""
+        fewer = copy.copy(self)
+        fewer._ends = np.minimum(self._ends, count)
+        return fewer
 
     def locate(self, index: int) -> tuple[int, int]:
         index %= len(self)  # rows of padding have the tokens of the first ones

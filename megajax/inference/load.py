@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from megajax.checkpoint import find_checkpoint
 from megajax.config import Config, ModelConfig
 from megajax.config.other_values import choice_cure
+from megajax.console import command
 from megajax.errors import InputError
 from megajax.inference.language_model import LanguageModel
 from megajax.inference.weights import abstract_parameters, abstract_state
@@ -35,8 +36,12 @@ def load_model(
 
 def load_chosen(options: Namespace, speculate: int = 0) -> LanguageModel:
     """The model of a command's arguments (`console.add_model_arguments`)."""
-    mesh = named_mesh(options.mesh, "--mesh") if options.mesh else None
-    return load_model(options.run, mesh, options.dtype, setting="RUN", speculate=speculate)
+    return load_model(options.run, chosen_mesh(options), options.dtype, setting="RUN", speculate=speculate)
+
+
+def chosen_mesh(options: Namespace) -> Mesh | None:
+    """The mesh of a command's arguments; None: the first device."""
+    return named_mesh(options.mesh, "--mesh") if options.mesh else None
 
 
 def load_run(
@@ -105,6 +110,12 @@ def _check_modules(model: ModelConfig, speculate: int, source: str) -> None:
         )
 
 
+def check_dtype(dtype: str) -> None:
+    """Raise InputError for what is no dtype of weights in use."""
+    if dtype not in DTYPES:
+        raise InputError(f"dtype={dtype} is not a choice: {choice_cure('checkpoint.export_hf.dtype', dtype, DTYPES)}.")
+
+
 def for_inference(config: Config, dtype: str, speculate: int) -> Config:
     """The config with this compute dtype and without a capacity of experts: padding would use it up.
 
@@ -112,9 +123,9 @@ def for_inference(config: Config, dtype: str, speculate: int) -> Config:
     """
     if replaces_head(kind := config.objective.kind):
         problem = f"objective.kind={kind} has parameters in place of the model's head"
-        raise InputError(f"{problem}, so the model does not generate or score texts: use TrainProgram.eval_step.")
-    if dtype not in DTYPES:
-        raise InputError(f"dtype={dtype} is not a choice: {choice_cure('checkpoint.export_hf.dtype', dtype, DTYPES)}.")
+        cure = f"take the figures of {command('evaluate', 'RUN')}, or of TrainProgram.eval_step"
+        raise InputError(f"{problem}, so the model does not generate or score texts: {cure}.")
+    check_dtype(dtype)
     router = config.model.router.model_copy(update={"capacity_factor": None})
     model = config.model.model_copy(update={"router": router} | ({} if speculate else without_extra()))
     fp8 = config.precision.fp8.model_copy(update={"recipe": NONE.name})

@@ -12,7 +12,7 @@ import numpy as np
 
 from megajax.data.chat import Rendering, encode, read_chats
 from megajax.data.chat_template import load_chat_template
-from megajax.data.conversation import is_chat
+from megajax.data.conversation import is_chat, is_pair
 from megajax.data.images import SizedPicture
 from megajax.data.indexed import IndexedDataset
 from megajax.data.json_lines import SUFFIXES, check_inputs, located_lines, matching_files, parse, read_blocks, texts
@@ -52,13 +52,23 @@ def open_set(path: str, model: LanguageModel, reading: SetFormat) -> DataSet:
     Lines are chats if the first one has the keys of a chat and no key was given. Errors are those of preprocessing and
     of training.
     """
-    files = [] if Path(f"{path}.idx").exists() else [file for file in matching_files(path) if os.path.exists(file)]
+    files = _line_files(path)
     if not files and not path.endswith(SUFFIXES) and not has_magic(path):
         return DataSet(_token_documents(path, model), "all tokens")
     check_inputs(files := files or [path])
     if reading.json_key is None and (is_shard(files[0]) or is_chat(_first_record(files))):
         return DataSet(_chats(files, model, reading), "answers")
     return DataSet(_texts(files, model, reading.json_key or "text"), "all tokens")
+
+
+def holds_pairs(path: str) -> bool:
+    """Whether the first line of a set has a chosen and a rejected answer."""
+    return is_pair(_first_record([file for file in _line_files(path) if not is_shard(file)]))
+
+
+def _line_files(path: str) -> list[str]:
+    """The files of lines that a path or glob names; none for token files, and where there are none."""
+    return [] if Path(f"{path}.idx").exists() else [file for file in matching_files(path) if os.path.exists(file)]
 
 
 def _first_record(files: Sequence[str]) -> Any:

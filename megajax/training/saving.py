@@ -28,7 +28,7 @@ from megajax.mesh import mesh_sizes
 from megajax.optim.offload import HOST, on_device, on_host
 from megajax.schema.batch_schedule import Position, samples_before
 from megajax.sharding import OBJECTIVE, TEACHER, Placement, to_canonical, to_stored, unpadded_spec
-from megajax.sources import INIT_FROM, LayerState, Weights, find_source, initial_weights, read_weights
+from megajax.sources import INIT_FROM, LayerState, Weights, WeightSource, find_source, initial_weights, read_weights
 from megajax.training.agreement import MUST_AGREE, check_order, compared_settings, warn_of_longer_sequences
 from megajax.training.step import TrainProgram, TrainState
 from megajax.weights.scaling import FP8, Scaling
@@ -268,6 +268,14 @@ class StateSaver:
         if absent := [name for name in self.program.state_shardings.params if name not in params]:
             params = self.program.first_weights(absent) | params
         return self._with_params(state, params)
+
+    def with_trained(self, state: TrainState, source: WeightSource) -> TrainState:
+        """`state` with the trained parameters of a run of the same config, such as adapters."""
+        wanted: Any = self._canonical_abstract
+        read = wanted.params, _without_history(wanted.layer_state), self.program.config.model
+        params, layer_state = read_weights(source, *read)
+        state = replace(state, layer_state=state.layer_state | layer_state)
+        return self._with_params(state, self._in_stored_form(params, "params"))
 
     def _with_params(self, state: TrainState, params: dict[str, jax.Array]) -> TrainState:
         """A first state with these FP32 master weights, from which their moving averages begin."""

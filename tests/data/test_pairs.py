@@ -4,18 +4,22 @@ import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 import megajax
+from megajax import evaluate
 from megajax.config.checks import check
 from megajax.config.extensions import import_extensions
 from megajax.data.loader import datasets
 from megajax.errors import ConfigError, InputError
 from megajax.schema.batch_schedule import Position
 from megajax.training.agreement import check_order
+from megajax.training.own_evaluation import sets_of_objective
 
 DPO, MODELS = (str(Path(__file__).parents[2] / f"docs/examples/{name}.py") for name in ("dpo", "reward_model"))
 TEMPLATE = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }};{% endfor %}"
@@ -127,6 +131,7 @@ def test_rows_of_a_pair_are_neighbours_in_every_order(tmp_path):
     whole = datasets(config)["valid/held_out"]
     assert [text for text, _ in rows(whole, range(6))] == [f"{name}{sign}$" for name in "abc" for sign in "+-"]
     assert not whole.counted(6).any() and not whole.counted(7).any()
+    assert len(whole.first(4)) == 4 and whole.first(4).counted(3).any() and not whole.first(4).counted(4).any()
 
 
 @pytest.mark.parametrize(("too_long", "kept"), [("drop", "ad"), ("truncate", "acd")])
@@ -202,12 +207,28 @@ def test_what_does_not_keep_pairs_together_is_refused(tmp_path):
         check_order(config, Position(1, 3), None, "step 1")
 
 
-def test_dpo_trains_on_pairs_and_begins_at_log_2(tmp_path):
-    lines = [pair(name, 3, 5) for name in "abcd"]
+def means_by_hand(policy, reference, samples):
+    """The loss and the METRICS of DPO from its definition, over all pairs of whole rows."""
+    indices = range(len(samples))
+    tokens, counted = np.stack([samples[i] for i in indices]), np.stack([samples.counted(i) for i in indices])
+    of_models = []
+    for model in (policy, reference):
+        log_p = np.asarray(jax.nn.log_softmax(model(tokens[:, :-1])), np.float64)
+        of_models.append(np.where(counted[:, 1:], np.take_along_axis(log_p, tokens[:, 1:, None], -1)[..., 0], 0).sum(1))
+    chosen, rejected = 0.1 * (of_models[0] - of_models[1]).reshape(-1, 2).T
+    margin = chosen - rejected
+    numbers = {"accuracy": margin > 0, "margin": margin, "chosen_reward": chosen, "rejected_reward": rejected}
+    return {name: a.mean() for name, a in {"loss": np.log1p(np.exp(-margin)), **numbers}.items()}
+
+
+@pytest.mark.parametrize("lora", [None, pytest.param(2, marks=pytest.mark.long)])
+def test_dpo_trains_on_pairs_from_log_2_on_and_evaluates_them(tmp_path, capsys, lora):
+    lines, held = [pair(name, 3, 5) for name in "abcd"], [pair(name, 1 + n, 7 - 2 * n) for n, name in enumerate("eab")]
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps(line) + "\n" for line in held))
     sft = {
         "objective": {},
         "teacher": {},
-        "data": {"kind": "synthetic"},
+        "data": {"kind": "synthetic", "packing": None},
         "run": {"steps": 1, "dir": str(tmp_path / "sft"), "eval_steps": 0},
     }
     start = megajax.Trainer(config_of(tmp_path, lines, **sft), jax.devices()[:1])
@@ -218,7 +239,10 @@ def test_dpo_trains_on_pairs_and_begins_at_log_2(tmp_path):
             config_of(tmp_path, lines, **{**sft, "objective": {"kind": "dpo"}, "teacher": reference}), jax.devices()[:1]
         )
     checkpoint = {"init_from": str(tmp_path / "sft")}
-    config = config_of(tmp_path, lines, teacher=reference, checkpoint=checkpoint, mesh={"fsdp": 2})
+    more = {"mesh": {"fsdp": 2}, "schedule": {"learning_rate": 0.03, "warmup_steps": 0}, "lora": {"rank": lora}}
+    more["run"] = {"steps": 3, "dir": str(tmp_path / "run"), "eval_steps": "all", "extensions": [DPO, MODELS]}
+    data = {"valid": str(tmp_path / "held.jsonl")}
+    config = config_of(tmp_path, lines, data, teacher=reference, checkpoint=checkpoint, **more)
     trainer = megajax.Trainer(config, jax.devices()[:2])
     batch = trainer.next_batch()
     np.testing.assert_array_equal(batch["segments"], np.broadcast_to([[[0], [1]]] * 2, (2, 2, LENGTH)))
@@ -226,3 +250,33 @@ def test_dpo_trains_on_pairs_and_begins_at_log_2(tmp_path):
     assert float(metrics["loss"]) == pytest.approx(math.log(2), rel=1e-6)
     assert float(metrics["margin"]) == pytest.approx(0, abs=1e-6)
     assert float(trainer.train_step(trainer.next_batch())["loss"]) < math.log(2)
+    assert trainer.run() == 0
+    # The evaluation of the run, whose last batch has a pair of padding, and the command's on one device
+    figures = tmp_path / "figures.json"
+    assert evaluate.main([str(tmp_path / "run"), "--output", str(figures)]) == 0
+    assert "held.jsonl          3  pairs" in capsys.readouterr().out
+    ((name, found),) = json.loads(figures.read_text()).items()
+    assert (name, found.pop("samples"), found.pop("scored")) == ("held.jsonl", 3, "pairs")
+    models = (megajax.load_run(tmp_path / name) for name in ("run", "sft"))
+    expected = means_by_hand(*models, trainer.data["valid"])
+    assert abs(expected["margin"]) > 1e-3 and found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    logged = {}
+    for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines():
+        logged |= json.loads(line)
+    assert {name: logged[f"eval_{name}"] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_the_objective_of_a_run_evaluates_pairs_and_what_a_model_without_a_head_is_given(tmp_path):
+    (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n')
+    dpo, reward = config_of(tmp_path, [pair("a")]), config_of(tmp_path, [pair("a")], **REWARD)
+    plain = config_of(tmp_path, [pair("a")], {"packing": None}, objective={}, teacher={})
+    sets = {name: str(tmp_path / f"{name}.jsonl") for name in ("pairs", "texts", "nowhere")}
+    for config, are_own, chosen in (
+        (dpo, False, ["pairs"]),
+        (dpo, True, [*sets]),
+        (reward, False, [*sets]),
+        (plain, False, []),
+        (plain, True, []),
+    ):
+        source: Any = SimpleNamespace(config=lambda config=config: config)
+        assert [*sets_of_objective(source, sets, are_own)] == chosen

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -285,14 +284,6 @@ def test_a_run_without_data_is_evaluated_on_its_own(chats, tmp_path, monkeypatch
         with pytest.raises(SystemExit):
             evaluate.main([str(source)])
         assert "names no evaluation data" in (error := capsys.readouterr().err) and "give --data PATH" in error
-    config["data"] |= {"packing": "pairs", "valid": "pairs.jsonl"}
-    config |= {
-        "objective": {"kind": "reward_model"},
-        "run": {"extensions": [str(Path("docs/examples/reward_model.py").resolve())]},
-    }
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
-    with pytest.raises(InputError, match=r"RUN=.*data\.packing=pairs.*--data PATH"):
-        evaluate.own_sets(str(run))
 
 
 def test_tokens_that_begin_and_end_a_documents_tokens_are_not_its_text(chats, tmp_path):
