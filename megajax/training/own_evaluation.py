@@ -12,6 +12,7 @@ from megajax.config import Config, MeshConfig
 from megajax.config.checks import check_mesh
 from megajax.data.loader import open_split
 from megajax.data.whole import WholeSet
+from megajax.errors import InputError
 from megajax.inference.load import check_dtype
 from megajax.inference.scored_sets import holds_pairs
 from megajax.inference.scoring import TOKENS_PER_BATCH
@@ -97,7 +98,11 @@ def _config(
 
     Nothing in it belongs to a mesh or to training.
     """
-    config, run_dir = source.config(), source.checkpoint.parent.parent
+    config = source.config()
+    if config.data.kind == "synthetic":
+        problem = f"{source.shown} has data.kind=synthetic, so it does not say how to make rows of a file"
+        raise InputError(f"{problem}: evaluate in the program that makes its batches, by TrainProgram.eval_step.")
+    run_dir = source.checkpoint.parent.parent
     check_dtype(dtype or config.precision.compute)
 
     def resolved(path: str | None) -> str | None:

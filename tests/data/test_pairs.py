@@ -19,7 +19,7 @@ from megajax.data.loader import datasets
 from megajax.errors import ConfigError, InputError
 from megajax.schema.batch_schedule import Position
 from megajax.training.agreement import check_order
-from megajax.training.own_evaluation import sets_of_objective
+from megajax.training.own_evaluation import evaluate_by_objective, sets_of_objective
 
 DPO, MODELS = (str(Path(__file__).parents[2] / f"docs/examples/{name}.py") for name in ("dpo", "reward_model"))
 TEMPLATE = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }};{% endfor %}"
@@ -271,6 +271,7 @@ def test_the_objective_of_a_run_evaluates_pairs_and_what_a_model_without_a_head_
     dpo, reward = config_of(tmp_path, [pair("a")]), config_of(tmp_path, [pair("a")], **REWARD)
     plain = config_of(tmp_path, [pair("a")], {"packing": None}, objective={}, teacher={})
     sets = {name: str(tmp_path / f"{name}.jsonl") for name in ("pairs", "texts", "nowhere")}
+    source: Any
     for config, are_own, chosen in (
         (dpo, False, ["pairs"]),
         (dpo, True, [*sets]),
@@ -278,5 +279,9 @@ def test_the_objective_of_a_run_evaluates_pairs_and_what_a_model_without_a_head_
         (plain, False, []),
         (plain, True, []),
     ):
-        source: Any = SimpleNamespace(config=lambda config=config: config)
+        source = SimpleNamespace(config=lambda config=config: config)
         assert [*sets_of_objective(source, sets, are_own)] == chosen
+    own = config_of(tmp_path, [pair("a")], {"kind": "synthetic"}, **REWARD)  # batches of a program
+    with pytest.raises(InputError, match=r"RUN=run .*synthetic.*TrainProgram\.eval_step"):
+        source = SimpleNamespace(config=lambda: own, shown="RUN=run")
+        evaluate_by_objective(source, sets)
