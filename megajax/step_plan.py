@@ -5,7 +5,7 @@ The step, the summary, the estimate of memory and the loader read it. It needs n
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NoReturn, Self
 
@@ -444,8 +444,13 @@ class StepPlan:
         return small or per_step or any(self.sizes[axis] > 1 for axis in ("fsdp", "expert", "tensor"))
 
     @cached_property
-    def teacher(self) -> "TeacherPlan | None":
-        """The plan of the frozen teacher's forward pass, whose layers all stages of a pipeline compute."""
+    def teacher(self) -> "TeacherPlan | BasePlan | None":
+        """The plan of the frozen teacher's forward pass, whose layers all stages of a pipeline compute.
+
+        The base of adapters is computed through the stages, which hold it.
+        """
+        if self.config.teacher.base:
+            return BasePlan(*(getattr(self, field.name) for field in fields(self)))
         config = self.config.of_teacher
         return None if config is None else TeacherPlan.make(config, {**self.sizes, "pipeline": 1}, self.hardware)
 
@@ -505,6 +510,8 @@ class StepPlan:
 class TeacherPlan(StepPlan):
     """The plan of a frozen teacher."""
 
+    prefix = TEACHER  # of the names of its parameters
+
     @property
     def transformer(self) -> Transformer:
         return _teacher_model(self.config)
@@ -512,6 +519,16 @@ class TeacherPlan(StepPlan):
     @cached_property
     def embedding_axes(self) -> tuple[str, ...]:
         return ()  # it has no gradient whose table would be large
+
+
+class BasePlan(StepPlan):
+    """The plan of the frozen base of adapters as a teacher: the step's own, without the adapters."""
+
+    prefix = ""
+
+    @property
+    def lora(self) -> LoraConfig:
+        return LoraConfig()
 
 
 class SecondPlan(StepPlan):

@@ -5,6 +5,9 @@ objective: {kind: dpo, settings: {beta: 0.1}}
 teacher: {model: {...}, source: models/sft}  # the reference: the same model; checkpoint.init_from is this source too
 data: {kind: chat, packing: pairs, train: pairs.jsonl, tokenizer: models/sft}
 
+With adapters (`lora: {rank: 16}`) the reference may be their frozen base, without a second copy of its weights:
+`teacher: {base: true}`.
+
 Rows 2i and 2i + 1 of a microbatch are the chosen and the rejected answer with their prompt (or the segments of these
 numbers, by the batch field `segments`). `loss_mask` is 1 where the target is a token of an answer. With data.valid
 evaluations log eval_accuracy, eval_margin and so on; `megajax evaluate RUN --data PAIRS` has them of any pairs.

@@ -11,7 +11,7 @@ from megajax.layout.kinds import extra_of
 from megajax.options.registered import MASKED_TOKENS, NO_ENCODER, OBJECTIVES, OWN_OBJECTIVES
 from megajax.schema.config import Config
 
-OBJECTIVE, MODEL = "objective.kind", "teacher.model"
+OBJECTIVE, MODEL, BASE = "objective.kind", "teacher.model", "teacher.base"
 
 
 def check_objective(config: Config) -> None:
@@ -60,16 +60,18 @@ def _check_rows(config: Config) -> None:
 
 def check_teacher(config: Config) -> None:
     """Raise `ConfigError` for a teacher that nobody reads, that is missing, or that cannot run beside the model."""
-    registered, teacher = OBJECTIVES.get(config.objective.kind), config.teacher.model
+    registered, base = OBJECTIVES.get(config.objective.kind), config.teacher.base
+    teacher, key = (config.model, BASE) if base else (config.teacher.model, MODEL)
     reads = getattr(registered, "TEACHER", False)
     if teacher is None:
         if reads:
             problem = f"{format_keys(config, OBJECTIVE)} reads what a teacher predicts, but there is none"
-            fail(config, problem, f"set {MODEL}", OBJECTIVE)
+            of_adapters = f", or {BASE}=true, the model without its adapters" if config.lora.rank else ""
+            fail(config, problem, f"set {MODEL}{of_adapters}", OBJECTIVE)
         return
     if not reads:
-        problem = f"{format_keys(config, OBJECTIVE)} reads no teacher, but {MODEL} is set"
-        fail(config, problem, f"remove teacher, or set {OBJECTIVE} to an objective with TEACHER", MODEL, OBJECTIVE)
+        problem = f"{format_keys(config, OBJECTIVE)} reads no teacher, but {key} is set"
+        fail(config, problem, f"remove teacher, or set {OBJECTIVE} to an objective with TEACHER", key, OBJECTIVE)
     for name in ("vocab_size", "vocab_multiple"):
         of_model, of_teacher = value(config, f"model.{name}"), getattr(teacher, name)
         if of_model != of_teacher:
@@ -83,9 +85,13 @@ def check_teacher(config: Config) -> None:
         "encoder": (teacher.encoder.kind != NO_ENCODER, "a teacher reads tokens only"),
         "vision": (teacher.vision is not None, "a teacher reads tokens only"),
         "prefix_lm": (teacher.prefix_lm, "a teacher has no prefix"),
-        "router.expert_bias": (teacher.router.expert_bias, "a teacher's routers have no trained bias yet"),
+        # The base's bias is the state of its layers
+        "router.expert_bias": (teacher.router.expert_bias and not base, "a teacher's routers have no trained bias yet"),
     }
     for name, (is_set, reason) in unused.items():
+        if is_set and base:
+            keys = f"model.{name}", BASE
+            fail(config, f"{keys[0]} cannot be combined with {BASE}: {reason}", "remove one of them", *keys)
         if is_set:
             fail(config, f"{MODEL}.{name} is set: {reason}", f"remove it from {MODEL}", f"{MODEL}.{name}", MODEL)
 

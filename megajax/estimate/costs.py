@@ -53,6 +53,8 @@ def flops_per_token(config: Config) -> float:
     total += of_head * head_parameter_count(whole) * (1 + len(extra_layers(model)))
     total += whole.encoder.flops() / S if isinstance(whole.encoder, Encoder) else 0
     total += flops_per_token(config.of_teacher) / 3 if config.of_teacher else 0  # forward only
+    if config.teacher.base:
+        total += _layers_flops(config, 6) / 3 + 2 * head_parameter_count(whole)
     return total + 6 * adapter_parameter_count(whole)
 
 

@@ -294,7 +294,10 @@ class Config(Section):
 
     @property
     def of_teacher(self) -> "Config | None":
-        """This config with the teacher in place of the model: in BF16, without adapters; None without a teacher."""
+        """This config with the teacher in place of the model: in BF16, without adapters.
+
+        None without a teacher, and if it is the base of adapters.
+        """
         if self.teacher.model is None:
             return None
         plain = self.precision.model_copy(update={"fp8": Fp8Config()})

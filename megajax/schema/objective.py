@@ -75,6 +75,20 @@ class ObjectiveConfig(Registered):
 class TeacherConfig(Section):
     """A frozen model that runs beside the trained one, for objectives that see its logits."""
 
+    base: Annotated[
+        bool,
+        Needs(
+            "lora.rank",
+            what="adapters, whose base is frozen",
+            cure="set lora.rank, or teacher.model and teacher.source for weights of its own",
+        ),
+        Excludes("model", because="the base is the run's own model"),
+        Excludes("source", because="the base has the weights of checkpoint.init_from"),
+    ] = Field(
+        default=False,
+        description="The teacher is the frozen base of the adapters (lora.rank): the model without them, and without"
+        " weights of its own.",
+    )
     model: ModelConfig | None = Field(
         default=None, description="The teacher's network, with the keys of model; null: there is none."
     )

@@ -46,9 +46,9 @@ from megajax.step.pipeline.shared_tokens import SharedTokens
 from megajax.step.second_stack import SecondStack
 from megajax.step.stack.layers import LayerStack
 from megajax.step.stack.stack_weights import ByGroup, GroupWeights
-from megajax.step.teacher import Teacher
+from megajax.step.teacher import Base, Teacher
 from megajax.step.vision_stack import VisionStack
-from megajax.step_plan import StepPlan
+from megajax.step_plan import BasePlan, StepPlan
 from megajax.weights.table import WeightTable, block_weights, table_weights
 from megajax.weights.weight import WeightDtypes
 
@@ -91,10 +91,11 @@ class Graph:
         second = _second_stacks(plan, dtypes)
         if isinstance(model.encoder, Encoder):
             first.append(EncoderNode(plan, model.encoder, comm, [*plan.trained]))
-        teachers = [Teacher(plan, plan.teacher)] if plan.teacher else []
+        teachers = _teachers(plan, layers)
         nodes = (*first, *second, *teachers, embedding, layers), (*terminal,)
         before = tuple(each.stack for each in second if each.is_trained)
-        frozen = tuple(each.stack for each in (*teachers, *second) if each.stack not in before)
+        shared = *before, *(each.stack for each in teachers if isinstance(each, Base))  # gathered with others
+        frozen = tuple(each.stack for each in (*teachers, *second) if each.stack not in shared)
         stacks = layers, *before, *(node.stack for node in modules)
         return cls(plan, comm, table, *nodes, layers, stacks, frozen, before)
 
@@ -252,6 +253,14 @@ def _second_stacks(plan: StepPlan, dtypes: WeightDtypes) -> list[SecondStack]:
         return [EncoderStack(plan, own, model.encoder, dtypes)]
     assert model.vision is not None
     return [VisionStack(plan, own, model.vision, dtypes)]
+
+
+def _teachers(plan: StepPlan, layers: LayerStack) -> list[Teacher]:
+    """The node of a frozen teacher, if the objective reads one."""
+    own = plan.teacher
+    if own is None:
+        return []
+    return [Base(own, layers) if isinstance(own, BasePlan) else Teacher(plan, own)]
 
 
 def _divisor(count: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from megajax.step.stack.pairs import PairedStack, of_each, pair_of
 from megajax.step.stack.stack_weights import ByGroup, GroupWeights
 from megajax.step.stack.vjp import replayed
 
+APART = ("before", "own ticks")  # places of nodes that finish before others begin
 type Sums = dict[str, ByGroup[GroupWeights]]  # `StepArrays.sums`
 
 
@@ -119,7 +120,7 @@ def run_forward_nodes(
         new, of_node = node.forward(arrays, streams, batch, save)
         streams |= new
         saved.append(of_node)
-        if node.PLACE == "before":  # the next node need not read its streams, but their collectives must not overlap
+        if node.PLACE in APART:  # the next node need not read its streams, but their collectives must not overlap
             streams, table = not_before((streams, arrays.table))
             arrays = arrays._replace(table=table)
     return streams, saved
@@ -139,7 +140,7 @@ def run_backward_nodes(
     """
     results = Results()
     for node, of_node in reversed([*zip(nodes, saved, strict=True)]):
-        if node.PLACE == "before":
+        if node.PLACE in APART:
             gradients, table = not_before((gradients, table))
         own, table, found = node.backward(arrays, of_node, gradients, batch, table)
         gradients, results = gradients | own, results.joined(found)

@@ -124,7 +124,7 @@ class InnerNode(Protocol):
     @property
     def PLACE(self) -> str:
         """In a pipeline: "stage", the chain that the schedule divides; "first", on its first virtual stage; "before",
-        before the first tick, each stage for 1/P of the microbatches.
+        before the first tick, each stage for 1/P of the microbatches; "own ticks", before them too, through the stages.
         """
         ...
 

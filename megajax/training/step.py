@@ -38,7 +38,7 @@ from megajax.sharding import (
 )
 from megajax.step.gradients import StepGradients, gradient_function, loss_function
 from megajax.step.graph import Graph
-from megajax.step_plan import StepPlan
+from megajax.step_plan import StepPlan, TeacherPlan
 from megajax.training.batch_fields import check_fields, check_microbatches
 from megajax.weights.masters import join_all
 from megajax.weights.scaling import FP8, Scaling
@@ -233,7 +233,7 @@ class TrainProgram:
         lacking: dict[str, Any] = {}
         if not params:
             lacking |= {"frozen": {}} if self.config.lora.rank else {"params": {}, "ema": {}, "master_low_bits": {}}
-        if not teacher and self.plan.teacher is not None:
+        if not teacher and self.config.teacher.model is not None:
             lacking["frozen"] = {}
         if not lacking and self.streamed is None:
             return jax.jit(self._init, out_shardings=self.state_shardings)
@@ -311,7 +311,7 @@ class TrainProgram:
     def _first_weights(self) -> dict[str, jax.Array]:
         seed, std = self.config.run.seed, self.config.model.init_std
         weights = init_parameters(self.model, seed, std, {n: p.layers for n, p in self.placements.items()})
-        if (teacher := self.plan.teacher) is not None:
+        if isinstance(teacher := self.plan.teacher, TeacherPlan):
             drawn = init_parameters(teacher.transformer, seed, teacher.model.init_std)
             weights |= {TEACHER + name: w for name, w in drawn.items()}
         return {name: pad_storage(w, self.placements[name]) for name, w in weights.items()}

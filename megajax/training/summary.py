@@ -70,7 +70,9 @@ def summary(
 def _beside_the_model(program: TrainProgram) -> Iterator[str]:
     """A frozen teacher, adapters, and layers after the model's."""
     config, teacher = program.config, program.plan.teacher
-    if teacher is not None:
+    if config.teacher.base:
+        yield "teacher    the base of the adapters, without weights of its own"
+    elif teacher is not None:
         source = config.teacher.source or "new weights"
         yield f"teacher    {parameter_count(teacher.transformer):,} frozen parameters; weights: {source}"
     if (second := program.plan.second_stack) is not None:

@@ -1,7 +1,7 @@
 """The weights of a layer with their low-rank adapters, as the communication points take them."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,17 @@ def adapted(
             key = jax.random.fold_in(jax.random.fold_in(inputs.adapter_key, layer), zlib.crc32(name.encode()))
             out[name] = Adapted(out[name].base, a, b, key, inputs.token_ids, lora.dropout)
     return out
+
+
+def without_adapters(
+    layers: Sequence[Sequence[Sequence[dict[str, Any]]]],
+) -> list[tuple[tuple[dict[str, Any], ...], ...]]:
+    """The weights of a stack's layers, by segment, remat group and layer, without the adapters."""
+
+    def base(layer: dict[str, Any]) -> dict[str, Any]:
+        return {name: w for name, w in layer.items() if not is_adapter(name)}
+
+    return [tuple(tuple(map(base, group)) for group in groups) for groups in layers]
 
 
 def _block_diagonal(columns: Mapping[str, slice], used: dict[str, Any]) -> jax.Array:

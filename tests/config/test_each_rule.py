@@ -73,6 +73,7 @@ WITH: dict[str, Settings] = {
     "remat.group": {"remat.policy": "full"},
     "run.max_rollbacks": {"run.checkpoint_interval": 10},
     "teacher": {"objective.kind": "reads_teacher"},
+    "teacher.base": {"lora.rank": 4, "checkpoint.init_from": "r"},
 }
 # Values of the keys whose types do not tell them
 VALUES: dict[str, list[Any]] = {

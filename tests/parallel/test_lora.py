@@ -43,16 +43,6 @@ DENSE_AND_LATENT_MOE |= {
 }
 
 
-def merged(weights: dict, scale: float) -> dict:
-    """W + scale · A B, without the adapters."""
-    out = {name: w for name, w in weights.items() if not name.endswith((A, B))}
-    for name in adapters(weights):
-        a, b = weights[name + A], weights[name + B]
-        low_rank = jnp.einsum("lir,lro->lio", a.reshape(len(a), -1, a.shape[-1]), b.reshape(*b.shape[:2], -1))
-        out[name] += scale * low_rank.reshape(out[name].shape)
-    return out
-
-
 def one_device(config) -> TrainProgram:
     return TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
 
@@ -74,7 +64,7 @@ def steps(table) -> SimpleNamespace:
     model = Transformer(config.model)
 
     def loss(trained):
-        logits = bind(model, merged(weights | trained, ALL["alpha"] / ALL["rank"]))(fields["tokens"])
+        logits = bind(model, table.merged(weights | trained, ALL["alpha"] / ALL["rank"]))(fields["tokens"])
         each = -jnp.take_along_axis(jax.nn.log_softmax(logits), fields["targets"][..., None], -1)[..., 0]
         return jnp.sum(each * fields["loss_mask"]) / fields["loss_mask"].sum()
 

@@ -21,7 +21,9 @@ from megajax.estimate.memory import estimate_memory
 from megajax.layout.kinds import KINDS
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
+from megajax.model.lora import is_adapter
 from megajax.model.mlp import MLP
+from megajax.schema.objective import ObjectiveConfig, TeacherConfig
 from megajax.sharding import to_canonical
 from megajax.tools.plan.search import check_counted
 from megajax.training.batches import to_global
@@ -90,6 +92,35 @@ def test_loss_and_gradients_are_those_of_the_plain_models(table, expected):
     assert before.keys() == state.frozen.keys() and all(np.array_equal(before[n], w) for n, w in state.frozen.items())
 
 
+def with_base(table, mesh, **changes):
+    """A config whose teacher is the base of adapters."""
+    adapters = {"lora": {"rank": 2, "alpha": 6.0}, "checkpoint": {"init_from": "a run"}}
+    return make(table, mesh, **(adapters | changes | {"teacher": {"base": True}}))
+
+
+def test_the_base_of_adapters_is_a_teacher_without_weights_of_its_own(table):
+    """Adapters are not zero, and each stage holds half of the base's layers."""
+    config = with_base(table, {"pipeline": 2}, model=TINY | {"block_pattern": ["mlp"]})
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, 2), jax.devices()[:2]))
+    weights, batch = table.weights_of(config), to_global(program, fields())
+    own, low_rank = {n: w for n, w in weights.items() if not is_adapter(n)}, [n for n in weights if is_adapter(n)]
+    state = table.first_state(program, weights)
+    assert state.frozen.keys() == own.keys() and state.params.keys() == {*low_rank}
+
+    def logits(weights):
+        return bind(Transformer(config.model), weights)(fields()["tokens"]) / 2
+
+    def loss(trained):
+        log_p, mask = jax.nn.log_softmax(logits(table.merged(weights | trained, 3.0))), fields()["loss_mask"]
+        return -(mask * (jax.nn.softmax(logits(own)) * log_p).sum(-1)).sum() / mask.sum()
+
+    with jax.default_matmul_precision("highest"):
+        total, gradients = jax.jit(jax.value_and_grad(loss))({name: weights[name] for name in low_rank})
+    evaluated, number = program.eval_step(state.weights, state.layer_state, batch)
+    assert float(evaluated / number) == pytest.approx(float(total), rel=table.PLAIN_VALUE)
+    table.check_first_step(program, state, batch, float(total), gradients)
+
+
 def test_a_teacher_draws_nothing(table):
     """Dropout and jitter of the training that it comes from are no part of the step."""
     drawing = {"dropout": 0.5, "router": {"jitter": 0.3}}
@@ -104,7 +135,20 @@ def test_a_teacher_draws_nothing(table):
 
 
 BF16 = {"precision": {"compute": "bfloat16"}}
+LORA = {"lora": {"rank": 2}, "checkpoint": {"init_from": "x"}}
 BAD = {
+    "base of nothing": ({"teacher": {"base": True}}, "teacher.base=true needs .*lora.rank=null.*set lora.rank"),
+    "base and model": (LORA | {"teacher": {"base": True, "model": TINY}}, "teacher.base=true .*with teacher.model"),
+    "base and source": (LORA | {"teacher": {"base": True, "source": "x"}}, "teacher.base=true .*with teacher.source=x"),
+    "no reader of the base": (
+        LORA | {"teacher": {"base": True}, "objective": {"kind": "next_token", "settings": {}}},
+        "reads no teacher, but teacher.base is set.*remove teacher",
+    ),
+    "base with a bias of the scores": (
+        LORA | {"teacher": {"base": True}, "model": TINY | {"position": "relative"}},
+        "model.position cannot be combined with teacher.base",
+    ),
+    "adapters without a teacher": (LORA | {"teacher": {}}, "set teacher.model, or teacher.base=true"),
     "no teacher": ({"teacher": {}}, "objective.kind=distillation reads what a teacher.*set teacher.model"),
     "no reader": ({"objective": {"kind": "next_token", "settings": {}}}, "reads no teacher.*remove teacher"),
     "vocabulary": ({"teacher": {"model": {**TEACHER, "vocab_size": 51}}}, "teacher.model.vocab_size=51, but .*=50"),
@@ -212,8 +256,9 @@ def test_a_run_needs_a_source_and_the_planner_says_what_it_does_not_count(table,
     config = make(table, {}, data={"kind": "synthetic"})
     with pytest.raises(ConfigError, match="teacher.model is set, but teacher.source names no weights"):
         Trainer(config, jax.devices()[:1])
-    with pytest.raises(InputError, match="the planner does not count a teacher yet"):
-        check_counted(config)
+    for each, key in ((config, "teacher.model"), (with_base(table, {}), "teacher.base")):
+        with pytest.raises(InputError, match=f"{key} is set .*the planner does not count a teacher yet"):
+            check_counted(each)
 
 
 def test_flops_and_memory_count_it(table):
@@ -238,6 +283,20 @@ def test_flops_and_memory_count_it(table):
     attention, experts = 32 * 8 * (4 + 2 + 2 + 4), 4 * 3 * 32 * 16
     layers = 3 * attention + 3 * 32 * 24 + 2 * (experts + 32 * 4)
     assert divided.weights - alone.weights == 4 * layers // 3 + 4 * 128 * 32
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_of_a_base_its_pass_and_its_output_are_counted_but_no_weights(table, pipeline):
+    def program_of(config):
+        return TrainProgram.build(config, build_mesh({"pipeline": pipeline}, jax.devices()[:pipeline]))
+
+    config = with_base(table, {"pipeline": pipeline})
+    alone = config.model_copy(update={"teacher": TeacherConfig(), "objective": ObjectiveConfig()})
+    with_teacher, without = (estimate_memory(program_of(each).plan.on_gpus()) for each in (config, alone))
+    output = 4 * ROWS * LENGTH * TINY["hidden_size"] // (2 if pipeline == 1 else 1)
+    assert replace(with_teacher, activations=with_teacher.activations - output) == without
+    separate = make(table, {}, teacher={"model": TINY})
+    assert flops_per_token(config) - flops_per_token(alone) == flops_per_token(separate.of_teacher) / 3
 
 
 @pytest.mark.parametrize("microbatches", [2, 4])

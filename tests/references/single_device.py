@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from mesh_models import MODELS
@@ -19,6 +20,7 @@ from megajax.config import Config, ModelConfig
 from megajax.config.checks import check, check_mesh
 from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, parameters
+from megajax.model.lora import A, B, adapters
 from megajax.model.moe import MoE
 from megajax.optim import make_schedule
 from megajax.reference import Reference, adamw
@@ -227,6 +229,16 @@ def weights_with_teacher(config: Config) -> dict[str, np.ndarray]:
     """`weights_of` the model, and of its teacher if it has one."""
     own = {} if (teacher := config.of_teacher) is None else weights_of(teacher)
     return weights_of(config) | {f"teacher.{name}": w for name, w in own.items()}
+
+
+def merged(weights: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    """Stacked weights W + scale · A B, without the adapters."""
+    out = {name: w for name, w in weights.items() if not name.endswith((A, B))}
+    for name in adapters(weights):
+        a, b = weights[name + A], weights[name + B]
+        low_rank = jnp.einsum("lir,lro->lio", a.reshape(len(a), -1, a.shape[-1]), b.reshape(*b.shape[:2], -1))
+        out[name] += scale * low_rank.reshape(out[name].shape)
+    return out
 
 
 def first_state(program: TrainProgram, weights: Mapping[str, np.ndarray]) -> TrainState:

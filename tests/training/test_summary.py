@@ -134,6 +134,9 @@ def test_several_modules_a_teacher_adapters_and_consecutive_tokens():
     adapters = f"rank 2, alpha 16, {count:,} trained parameters in adapters of output, query"
     assert found["lora"] == f"{adapters}; base: base"
     import_extensions(["docs/examples/distillation.py"])
+    learning = {"objective": {"kind": "distillation"}, "teacher": {"base": True}}
+    found = lines(DENSE, {"fsdp": 8}, 1, lora=lora, checkpoint={"init_from": "base"}, **learning)
+    assert found["teacher"] == "the base of the adapters, without weights of its own"
     teacher = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "ffn_hidden_size": 24, "vocab_size": V}
     learning = {"objective": {"kind": "distillation"}, "teacher": {"model": teacher | {"vocab_multiple": 1}}}
     found = lines(DENSE, {"fsdp": 8}, 1, **learning)

@@ -12,6 +12,7 @@ import pytest
 from megajax import ops
 from megajax.config import AXES, Config, load_config
 from megajax.config.checks import check_mesh
+from megajax.config.extensions import import_extensions
 from megajax.layout.kinds import KINDS, layer_kinds
 from megajax.mesh import build_mesh
 from megajax.model import attention
@@ -324,6 +325,21 @@ def test_one_microbatch_stays_one_and_several_are_multiples_of_the_stages(microb
     settings = LARGE | {"batch": LARGE["batch"] | {"num_microbatches": microbatches}}
     small, _ = shrink(Config.model_validate(settings), [ONE | sizes], 2)
     assert small.batch.num_microbatches == expected
+
+
+def test_a_teacher_is_made_small_too_and_a_base_stays_one():
+    import_extensions(["docs/examples/distillation.py"])
+    teacher = {"num_layers": 24, "hidden_size": 1024, "num_heads": 16, "vocab_size": 5000}
+    settings = LARGE | {"objective": {"kind": "distillation"}, "teacher": {"model": teacher, "source": "x"}}
+    small, changes = shrink(Config.model_validate(settings), [SIZES], 2)
+    found = small.teacher.model
+    assert found is not None and (found.num_layers, found.hidden_size, found.head_dim) == (2, 64, 16)
+    assert found.vocab_size == small.model.vocab_size == 250
+    assert "teacher.model.hidden_size: 1024 → 64" in changes
+    adapters = {"lora": {"rank": 8}, "checkpoint": {"init_from": "x"}, "teacher": {"base": True}}
+    dense = LARGE["model"] | {"num_experts": None, "router": {}}
+    small, changes = shrink(Config.model_validate(settings | adapters | {"model": dense}), [SIZES], 2)
+    assert small.teacher.base and not any("teacher" in line for line in changes)
 
 
 def test_devices_have_parts_of_experts_whose_widths_their_matmuls_multiply():

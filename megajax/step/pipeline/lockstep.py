@@ -17,7 +17,7 @@ from jax import lax
 from megajax.parallel import collectives
 from megajax.step.graph import Graph
 from megajax.step.microbatches import run_backward_nodes
-from megajax.step.nodes import HIDDEN, Arrays, Results, StepArrays, plus
+from megajax.step.nodes import HIDDEN, Arrays, Results, StepArrays, Streams, plus
 from megajax.step.pipeline.buffers import (
     BackwardOperation,
     Buffers,
@@ -38,8 +38,8 @@ from megajax.step.stack.stores import accumulate
 class LockstepRunner(StageRunner):
     """One pass of a batch through a schedule in lockstep, during tracing."""
 
-    def __init__(self, graph: Graph, schedule: Schedule, arrays: StepArrays, batch: Arrays):
-        super().__init__(graph, schedule, arrays, batch)
+    def __init__(self, graph: Graph, schedule: Schedule, arrays: StepArrays, batch: Arrays, given: Streams):
+        super().__init__(graph, schedule, arrays, batch, given)
         ticks = schedule.ticks_of
         # If not, the last virtual stage uses the head's gradient in the same tick.
         self.has_pending_heads = bool((ticks["backward"][:, -1] > ticks["forward"][:, -1]).any())

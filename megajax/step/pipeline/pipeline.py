@@ -8,17 +8,19 @@ import jax
 
 from megajax.step.graph import Graph
 from megajax.step.nodes import Arrays, Results, StepArrays, Table
+from megajax.step.pipeline.base import forward_schedule, streams_of_base
 from megajax.step.pipeline.buffers import schedule_of
 from megajax.step.pipeline.lockstep import LockstepRunner
 from megajax.step.pipeline.one_operation import OneOperationRunner
-from megajax.step.pipeline.schedules import check, make_schedule
+from megajax.step.pipeline.schedules import check
 
 
 def train(graph: Graph, arrays: StepArrays, batch: Arrays) -> tuple[Table, Results]:
     """(gradients of the table, other results) of the batch `[M, B, S]`, summed over its microbatches."""
     schedule, name = schedule_of(graph.plan), graph.layers.NAME
     check(schedule)
-    run = (OneOperationRunner if schedule.parts_per_backward else LockstepRunner)(graph, schedule, arrays, batch)
+    given, batch = streams_of_base(graph, arrays, batch)
+    run = (OneOperationRunner if schedule.parts_per_backward else LockstepRunner)(graph, schedule, arrays, batch, given)
     carry = run.train()
     gradients, metrics, amax = map(run.join_virtual_stages, (carry.layer_gradients, carry.metrics, carry.amax))
     table, found = run.shared_streams.backward(run.saved_streams, carry.streams, carry.table)
@@ -28,5 +30,5 @@ def train(graph: Graph, arrays: StepArrays, batch: Arrays) -> tuple[Table, Resul
 
 def evaluate(graph: Graph, arrays: StepArrays, batch: Arrays) -> dict[str, jax.Array]:
     """This device's shares of the summed losses that evaluation reports: forward operations, without dropout."""
-    sizes = graph.sizes["pipeline"], len(batch["tokens"]), graph.plan.pipeline.virtual_stages
-    return LockstepRunner(graph, make_schedule("gpipe", *sizes), arrays, batch).evaluate()
+    given, batch = streams_of_base(graph, arrays, batch)
+    return LockstepRunner(graph, forward_schedule(graph, batch), arrays, batch, given).evaluate()

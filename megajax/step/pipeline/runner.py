@@ -20,7 +20,7 @@ from megajax.model.sublayer import BlockInputs
 from megajax.step.embedding import Embedding
 from megajax.step.graph import Graph
 from megajax.step.microbatches import run_forward_nodes
-from megajax.step.nodes import HIDDEN, Arrays, Microbatch, Results, StepArrays, Table
+from megajax.step.nodes import HIDDEN, Arrays, Microbatch, Results, StepArrays, Streams, Table
 from megajax.step.pipeline.buffers import (
     BackwardBuffers,
     BackwardOperation,
@@ -52,7 +52,8 @@ class EmptyGroup(NamedTuple):
 class StageRunner:
     """The operations of one pass of a batch through the stages, during tracing."""
 
-    def __init__(self, graph: Graph, schedule: Schedule, arrays: StepArrays, batch: Arrays):
+    def __init__(self, graph: Graph, schedule: Schedule, arrays: StepArrays, batch: Arrays, given: Streams):
+        """`given` are the streams `[M, T / tensor, D]` of nodes that have run in ticks of their own."""
         self.graph, self.schedule = graph, schedule
         self.stack, self.training = graph.layers, arrays.is_training
         self.arrays, self.batch = arrays, batch
@@ -68,7 +69,8 @@ class StageRunner:
         self.first_layers = jnp.asarray(self.stack.plan.first_layers)[self.stage]
         self.shares = TokenShares(self.stack.plan)
         self.shared_streams = SharedStreams(self.graph, arrays, schedule.microbatches, self.fields_of)
-        self.streams, self.saved_streams, self.batch = self.shared_streams.forward(self.training, batch)
+        own, self.saved_streams, self.batch = self.shared_streams.forward(self.training, batch)
+        self.streams = own | given
 
     # What the operations read
 

@@ -72,6 +72,8 @@ def shrink(
         small["model"]["num_layers"] = sum(small["pipeline"]["layout"])
     if config.lora.rank:
         small["lora"] = {"rank": min(config.lora.rank, 4)}
+    if (teacher := config.of_teacher) is not None:
+        small["teacher"] = {"model": _small_model(teacher, _Units.of(teacher, meshes), length)}
     # The mean of the microbatches' means depends on the number of devices that divide the batch.
     small["objective"] = {"average": "tokens"}
     if config.objective.kind == MASKED_TOKENS:
