@@ -71,11 +71,15 @@ def _needs(config: Config, sizes: dict[str, int]) -> Iterator[Need]:
     if config.fp8_layers:
         key, blocks = "precision.fp8.recipe", {kinds[layer].block for layer in config.fp8_layers}
         yield Need("fp8", key, format_keys(config, key), f"set {key}=none", blocks)
-    for key, blocks in (
-        ("model.sliding_window", {kind.block for kind in kinds if kind.window is not None}),
-        ("model.rope_pattern", {kind.block for kind in kinds if not kind.rope}),
+    for key, blocks, cure in (
+        (
+            "model.sliding_window",
+            {kind.block for kind in kinds if kind.window is not None},
+            "make its layers global in model.layer_pattern",
+        ),
+        ("model.rope_pattern", {kind.block for kind in kinds if not kind.rope}, "write rope for its layers there"),
     ):
-        yield Need("layer_pattern", key, format_keys(config, key), "remove it", blocks)
+        yield Need("layer_pattern", key, format_keys(config, key), f"{cure}, or remove it", blocks)
 
 
 def _with_empty_slots(config: Config, stages: int) -> set[str]:

@@ -80,7 +80,8 @@ def test_tokens_are_distributed_by_work_only_where_layers_may_have_them_in_any_o
         ),
         ({"context": 8}, {}, {"batch": {"sequence_length": 16}}, "conv_kernel=4.*sequence_length 24 or more"),
         ({}, {"block_pattern": ["mamba2", "moe"], "mamba2": {"num_heads": 6, "num_groups": 4}}, {}, "use 1, 2, 3 or 6"),
-        ({}, {"sliding_window": 8}, {}, "layer_pattern.*gated_deltanet.*remove it"),
+        ({}, {"sliding_window": 8}, {}, "gated_deltanet.*global in model.layer_pattern, or remove it"),
+        ({}, {"rope_pattern": ["none", "rope"]}, {}, "gated_deltanet.*rope for its layers there, or remove it"),
         ({"pipeline": 2}, {"mtp_layers": 1, "block_pattern": ["moe", "gated_deltanet"]}, {}, "mtp_layers=0"),
     ],
 )
@@ -88,3 +89,8 @@ def test_what_it_cannot_do_is_refused(table, mesh, model, sections, cure):
     devices = math.prod(mesh.values())
     with pytest.raises(ConfigError, match=cure):
         check_mesh(make(table, mesh, 2, HYBRID | model, **sections), devices)
+
+
+def test_patterns_that_leave_its_layers_out_are_possible(table):
+    patterns = {"sliding_window": 8, "layer_pattern": ["global", "local"], "rope_pattern": ["rope", "none"]}
+    check_mesh(make(table, {}, 2, HYBRID | {"block_pattern": ["gated_deltanet", "moe"]} | patterns), 1)
