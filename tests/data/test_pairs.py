@@ -226,8 +226,9 @@ def start(tmp_path_factory) -> str:
     """A run whose weights preferences begin with."""
     folder = tmp_path_factory.mktemp("sft")
     run = {"steps": 1, "dir": str(folder / "run"), "eval_steps": 0}
-    plain = {"objective": {}, "teacher": {}, "data": {"kind": "synthetic"}, "run": run}
-    megajax.Trainer(config_of(folder, [], **plain), jax.devices()[:1]).run()
+    plain = {"objective": {}, "teacher": {}, "run": run}
+    synthetic = {"kind": "synthetic", "packing": None}
+    megajax.Trainer(config_of(folder, [], synthetic, **plain), jax.devices()[:1]).run()
     return str(folder / "run")
 
 
