@@ -103,6 +103,8 @@ def describe_model(model: ModelConfig) -> dict[str, Any]:
     training_only = {name for name, field in ModelConfig.model_fields.items() if TRAINING_ONLY in field.metadata}
     description = model.model_dump(mode="json", exclude=training_only)
     description["encoder"] = _encoder_of_network(description["encoder"])
+    # Not block_pattern, of whose kinds a folder's family may be: a hybrid's that has layers of attention alone
+    description |= {name: _pattern(name, description[name], description) for name in ("layer_pattern", "rope_pattern")}
     if model.vision is not None:  # the length of its rows does not define it
         del description["vision"]["patches_per_row"]
     if not reads_ffn_width(model):
@@ -294,13 +296,15 @@ def _value(description: Mapping[str, Any], section: str, name: str) -> Any:
         return _encoder_of_network(value)
     if name == "rope_scaling" and value:  # older checkpoints lack the keys of newer kinds
         return RopeScaling.model_validate(value).model_dump(mode="json")
-    if name in ("layer_pattern", "rope_pattern", "block_pattern") and value:
+    if name in ("layer_pattern", "rope_pattern", "block_pattern"):  # older checkpoints have them as they were written
         return _pattern(name, value, description)
     return value
 
 
-def _pattern(name: str, value: Sequence[str], description: Mapping[str, Any]) -> list[str] | None:
-    """The shortest pattern (older checkpoints have it as the user wrote it); None if the layers are those of null."""
+def _pattern(name: str, value: Sequence[str] | None, description: Mapping[str, Any]) -> list[str] | None:
+    """The shortest form of a pattern of the layers; None if they are those of null."""
+    if value is None:
+        return None
     pattern = shortest_pattern(tuple(value), description["num_layers"])
     of_null = {
         "layer_pattern": "local" if description.get("sliding_window") else "global",
