@@ -57,8 +57,9 @@ class LoraConfig(Section):
         Annotated[tuple[Text, ...], Field(strict=False, min_length=1)] | None, BeforeValidator(_no_text), ReadIf("rank")
     ] = Field(
         default=None,
-        description="Linear layers with adapters: query, key, value, output, gate, up, down; of a shared expert"
-        " shared_gate, shared_up, shared_down; null: all that the model has.",
+        description="Linear layers with adapters: query, key, value, output, gate, up, down; of latent attention also"
+        " query_down, key_value_down, rotary_key; of a shared expert shared_gate, shared_up, shared_down; null: all"
+        " that the model has.",
     )
     dropout: Annotated[BelowOne, ReadIf("rank")] = Field(
         default=0.0, description="Dropout rate of the adapters' inputs."
