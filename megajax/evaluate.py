@@ -166,7 +166,8 @@ def _by_objective(options: argparse.Namespace, sets: dict[str, str]) -> dict[str
 
 def main(argv: Sequence[str]) -> int:
     """Print the scores of sets of texts; returns the exit status."""
-    parser = CommandParser("megajax.evaluate", description="Loss, perplexity and bits per byte of texts and chats.")
+    what = "Loss, perplexity and bits per byte of texts and chats; of pairs the loss and METRICS of a run's objective."
+    parser = CommandParser("megajax.evaluate", description=what)
     add_model_arguments(parser)
     parser.add_argument(
         "--data",

@@ -44,10 +44,10 @@ class Evaluation(Hook):
     def _report(self, run: RunView, prefix: str, title: str, averaged: bool) -> None:
         if not self._splits:
             return
-        means = {split: self._evaluate(split, averaged) for split in self._splits}
+        by_split = {split: self._evaluate(split, averaged) for split in self._splits}
         found = {
             f"{prefix}{name}{split.removeprefix('valid')}": mean
-            for split, of_split in means.items()
+            for split, of_split in by_split.items()
             for name, mean in of_split.items()
         }
         for hook in run.hooks:
@@ -56,7 +56,7 @@ class Evaluation(Hook):
         own = own_metrics(run.config.objective.kind)
         named = (
             " ".join([split.partition("/")[2], f"{of_split['loss']:.4f}", *logs.named_numbers(of_split, own)]).strip()
-            for split, of_split in means.items()
+            for split, of_split in by_split.items()
         )
         run.note(f"step {run.step}  {title} {', '.join(named)}")
 
