@@ -10,7 +10,7 @@ FEATURES = {
     " precompute_ref_log_probs precompute_ref_batch_size sync_ref_model ref_model_mixup_alpha ref_model_sync_steps"
     " loss_weights ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting discopop_tau max_prompt_length": (
         "DPO is an example in docs/extensions.md, and other preference objectives are files like it; data.packing=pairs"
-        " reads chosen and rejected answers, docs/data.md"
+        " reads chosen and rejected answers, docs/data.md; with lora.rank, teacher.base makes the base the reference"
     ),
     "reward reward_model reward_modeling critic value_head classification sequence_classification num_labels"
     " center_rewards_coefficient": (
