@@ -262,7 +262,10 @@ GPU 2: NVIDIA H200 (UUID: GPU-3333cccc-0000)
 @pytest.mark.parametrize(
     ("environment", "working"),
     [
-        ({}, ["GPU-1111aaaa-0000", "GPU-3333cccc-0000"]),
+        *(
+            ({"JAX_PLATFORMS": named} if named else {}, ["GPU-1111aaaa-0000", "GPU-3333cccc-0000"])
+            for named in ("", "cuda", "gpu", "cuda,cpu")
+        ),
         ({"CUDA_VISIBLE_DEVICES": "2,1"}, ["GPU-3333cccc-0000"]),
         ({"CUDA_VISIBLE_DEVICES": "GPU-3333,GPU-1111"}, ["GPU-3333cccc-0000", "GPU-1111aaaa-0000"]),
         ({"CUDA_VISIBLE_DEVICES": "GPU-"}, []),

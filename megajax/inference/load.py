@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from megajax.checkpoint import find_checkpoint
-from megajax.config import Config, ModelConfig
+from megajax.config import Config, KernelsConfig, ModelConfig
 from megajax.config.other_values import choice_cure
 from megajax.console import command
 from megajax.errors import InputError
@@ -24,7 +24,8 @@ from megajax.runtime import accept_missing_cuda
 from megajax.schema.checkpoint import DTYPES
 from megajax.sources import HfSource, RunSource, WeightSource, find_source, initial_weights, read_weights
 
-CHOSEN_KERNELS = "attention", "grouped_matmul", "linear_attention"  # of `kernels`
+# Keys of `kernels` that this machine decides
+CHOSEN_KERNELS = [name for name, field in KernelsConfig.model_fields.items() if field.default == "auto"]
 
 
 def load_model(

@@ -1,6 +1,7 @@
 """Checks between processes: each of them names the difference, with process and host, before a step is compiled."""
 
 import os
+import platform
 import shutil
 import socket
 import subprocess
@@ -87,6 +88,7 @@ def test_the_packages_that_a_step_and_its_checkpoint_depend_on_are_compared(name
     model = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 8}
     config = Config.model_validate({"model": model, "batch": {"global_size": 1, "sequence_length": 8}})
     assert own_facts(config).versions[name] == metadata.version(name)
+    assert own_facts(config).versions["Python"] == platform.python_version()
 
 
 def test_flags_of_xla_are_compared_but_for_those_with_files_and_numbers_of_devices(monkeypatch):

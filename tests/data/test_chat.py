@@ -346,6 +346,10 @@ MISTAKES = {
     '{"id": 1, "text": "a"}': "(its keys: id, text): set data.kind=text for texts",
     '{"prompt": "a", "chosen": "b", "rejected": "c"}': "(its keys: prompt, chosen, rejected): set data.packing=pairs",
     '{"question": "a", "answer": "b"}': "(its keys: question, answer): write one of them",
+    **{
+        f'{{"{key}": "a"}}': f"(its keys: {key}): write one of them"
+        for key in ("prompt", "completion", "instruction", "output", "chosen", "rejected")
+    },
     '{"prompt": 1, "completion": "a"}': 'line 1 has a "prompt" or a "completion" that is not text',
     r'{"prompt": "\ud800", "completion": "a"}': "line 1 contains half of a surrogate pair",
     '{"messages": [{"role": "bot", "content": "a"}]}': "line 1 has the role 'bot' in message 0: use system, developer",

@@ -66,9 +66,11 @@ STRICT = """{% for m in messages %}{% set before = messages[loop.index0 - 1] if 
 {% elif m.role == 'assistant' %}{% set fits = before.role in ('user', 'tool') %}
 {% else %}{% set call = (before.tool_calls or [{}])[0] %}
 {% set fits = before.role == 'tool' or (call.type == 'function' and call.id | length == 9
- and call.function.name is string and call.function.arguments is mapping and m.tool_call_id == call.id) %}{% endif %}
+ and m.name is string and m.tool_call_id == call.id
+ and call.function.name is string and call.function.arguments is mapping) %}{% endif %}
 {% if not fits %}{{ raise_exception('order') }}{% endif %}
-{% if m.content is string %}[{{ m.content }}]{% else %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endif %}
+{% if m.content is string %}[{{ m.content }}]{% else %}
+{% for p in m.content if p.type == 'text' %}<{{ p.text }}>{% endfor %}{% endif %}
 {% endfor %}"""
 CALL = {"type": "function", "id": "a1b2c3d4e", "function": {"name": "f", "arguments": {"x": 1}}}
 BEFORE = {"system": [], "developer": [], "user": [], "assistant": [{"role": "user", "content": "q"}]}
@@ -80,7 +82,7 @@ def test_a_template_that_reads_parts_gets_them_in_a_message_of_each_role(role):
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     chat = [
         *BEFORE[role],
-        {"role": role, "content": parts, "tool_call_id": CALL["id"]},
+        {"role": role, "content": parts, "tool_call_id": CALL["id"], "name": "f"},
         *[{"role": "user", "content": "q"}] * (role in ("system", "developer")),
     ]
     assert "<one><two>" in template_of(STRICT).render(chat)
@@ -105,6 +107,11 @@ def test_a_template_sees_what_transformers_gives_it(reference, tmp_path):
         else:
             assert template.render(*arguments, **case["arguments"]) == case["text"]
     assert 0 < refused < len(reference["texts"]) / 4
+
+
+def test_tools_and_documents_that_are_not_given_are_none_as_in_transformers():
+    template = template_of("{{ tools is none }} {{ documents is none }} {{ tools | length if tools is not none }}")
+    assert template.render([{"role": "user", "content": "a"}]).split() == ["True", "True"]
 
 
 def test_the_reasoning_of_a_message_has_both_names_that_templates_read():
@@ -218,10 +225,12 @@ def test_a_template_is_found_where_transformers_writes_it(tmp_path):
     )
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
 @pytest.mark.parametrize("changes", ["", "{% if m.n == 20 and messages[-1].n > 22 %}later{% endif %}"])
-def test_a_long_chat_is_rendered_in_windows_only_if_that_is_right(changes):
+def test_a_long_chat_is_rendered_in_windows_only_if_that_is_right(changes, role):
     """Each answer of 40 begins and ends where whole renderings put it."""
     chat = long_chat(40)
+    chat.messages[0]["role"] = role
     template = template_of(CHATML.replace("{{ m.content", changes + "{{ m.content"))
     expected = []
     for answer in chat.answers:

@@ -154,6 +154,8 @@ def test_settings_that_do_not_fit_are_sentences(config_of, tmp_path):
     for data, sentence in (
         ({"reset_attention": True}, "trains on corrupted spans, which data.reset_attention=true does not have"),
         ({"fim_rate": 0.5}, "data.fim_rate=0.5 does not have"),
+        ({"order": "megatron"}, "data.order=megatron does not have"),
+        ({"packing": "none"}, "data.packing=none does not have"),
         ({"mean_span_length": 1.0, "noise_density": 0.5}, "batch.sequence_length=12 is too short"),
         ({"denoisers": [{"token": "[NLU]"}]}, r"has no token \[NLU\], which data.denoisers names"),
         ({"denoisers": [{}, {"noise_density": 0.5}]}, "batch.sequence_length=12 is too short"),

@@ -358,6 +358,10 @@ MISTAKES = {
         lambda f: change_config(f, rope_parameters={"rope_type": "linear", "factor": "x"}),
         "config.json: rope_parameters.factor=x is not a number: copy it again.",
     ),
+    "a factor in words, in the older layout": (
+        lambda f: change_config(f, rope_scaling={"rope_type": "linear", "factor": "x"}),
+        "config.json: rope_scaling.factor=x is not a number: copy it again.",
+    ),
     "a factor in words of one kind of layers": (
         lambda f: change_config(f, rope_parameters={"full_attention": {"rope_type": "linear", "factor": "x"}}),
         "config.json: rope_parameters.full_attention.factor=x is not a number: copy it again.",

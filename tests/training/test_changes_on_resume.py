@@ -23,6 +23,7 @@ from megajax.checkpoint.description import (
 from megajax.config import Config, LoraConfig
 from megajax.config.checks import check_mesh
 from megajax.config.effects import COMPARED_ON_RESUME
+from megajax.config.extensions import import_extensions
 from megajax.config.load import load_config
 from megajax.config.rule_checks import unread
 from megajax.config.sentences import value
@@ -30,13 +31,12 @@ from megajax.data.contents import data_contents
 from megajax.errors import InputError
 from megajax.mesh import build_mesh
 from megajax.model import parameters
-from megajax.model.parameters import declare
 from megajax.model.trained import frozen_parts, part_of
 from megajax.model.transformer import declared_model
 from megajax.options.registry import Registry
+from megajax.schema.data import Denoiser
 from megajax.schema.fields import Section
 from megajax.schema.optimizer import OPTIMIZERS, OptimizerGroup
-from megajax.step.objective import HiddenSegment, register_objective
 from megajax.training.agreement import MUST_AGREE, compared_settings
 from megajax.training.step import TrainProgram
 
@@ -84,9 +84,11 @@ def another(value: Any, choices: tuple[Any, ...]) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
-        return value + 1
+        return value / 2 if 0 < value < 1 else value + 1
     if choices[:1] == (OptimizerGroup,):
         return (OptimizerGroup(parameters=("*",), learning_rate=2.0),)
+    if choices[:1] == (Denoiser,):
+        return (Denoiser(noise_density=0.4),)
     if "tuple" in str(choices):
         return value[1:] if value else (2.0,)
     return value[1:] if value else 7
@@ -125,6 +127,7 @@ BASES = (
     ("lora", LORA),
     ("data", ("data.kind=text", *TEXT, "data.fim_rate=0.5")),
     ("data", ("data.kind=chat", *TEXT)),
+    ("data", ("data.kind=text", *TEXT, *ENCODER)),
     ("optimizer", ("optimizer.kind=soap",)),
     ("model.ffn_hidden_size", ()),
     ("model.linear_attention", ("model.block_pattern=[gated_deltanet]",)),
@@ -482,25 +485,16 @@ def test_what_is_named_is_let_through_if_the_arrays_of_the_state_stay_the_same(t
 
 
 def test_an_objective_with_parameters_is_compared_with_their_shapes(tiny):
-    @register_objective("test_value_head")
-    class ValueHead(HiddenSegment):
-        class Settings(Section):
-            outputs: int = 1
-
-        @classmethod
-        def parameters(cls, model, settings):
-            return {"value": declare((model.hidden_size, settings.outputs), ("embed", "outputs"))}
-
-        def values(self, w, hidden, fields):
-            return hidden @ w["value"]
-
-        def loss(self, values, fields):
-            return values[:, 0]
-
-    own = ("data.kind=synthetic", "objective.kind=test_value_head", "checkpoint.allow_changes=[data]")
-    plain, one, two = (load_config(tiny, given) for given in (own[::2], own, (*own, "objective.settings={outputs: 2}")))
+    import_extensions(["docs/examples/value_head.py"])
+    own = ("data.kind=synthetic", "objective.kind=value_head")
+    plain, one, two = (load_config(tiny, given) for given in (own[:1], own, (*own, "objective.settings={outputs: 2}")))
     for saved, mine in ((plain, one), (one, plain), (one, two)):
         found = differences(settings(saved), settings(mine), MUST_AGREE)
         with pytest.raises(InputError, match=r"objective\..*can't let it through: the objective"):
             refuse_changes(found, mine, "the checkpoint")
     assert not differences(settings(two), settings(two), MUST_AGREE)
+
+
+def test_the_paths_of_synthetic_data_are_not_read_and_not_compared(tiny):
+    ours, theirs = (settings(load_config(tiny, ["data.kind=synthetic", f"data.train={path}"])) for path in "ab")
+    assert ours["data"] != theirs["data"] and not differences(ours, theirs, MUST_AGREE)

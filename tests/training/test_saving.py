@@ -61,6 +61,8 @@ def test_a_later_stage_may_change_on_resume(make_config, trained, text):
     program = TrainProgram.build(smaller, build_mesh(check_mesh(smaller, 1), jax.devices()[:1]))
     with pytest.raises(InputError, match="at which data.stages .* begin: keep the size"):
         StateSaver(program).compare(trainer.saver.description(3, 24), "the checkpoint")
+    older = {key: of for key, of in trainer.saver.description(3, 24).items() if key not in ("lora", "objective")}
+    assert trainer.saver.compare(older, "a checkpoint of before these keys")[1] == []
 
 
 def refusal(config) -> tuple[str, set[str]]:
