@@ -86,6 +86,7 @@ def test_a_picture_is_named_under_each_key_that_templates_know():
     parts = {"image": "a.png", "path": "a.png", "url": "a.png", "image_url": {"url": "a.png"}}
     written = [{"type": "image", key: value} for key, value in parts.items()]
     written += [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "image", "image": {"url": "a.png"}}]
+    written += [{"type": "image", "image": {"path": "a.png"}}]
     for part in written:
         messages = [{"role": "user", "content": [part, {"type": "text", "text": "what?"}]}]
         found = read_record({"messages": [*messages, {"role": "assistant", "content": "a"}]})

@@ -317,6 +317,8 @@ GROWTH |= {"Metaspace": 2, "Strip": 1}
 def test_the_growth_of_each_step_is_a_bound_of_what_the_library_writes():
     for kind, bound in GROWTH.items():
         assert growth({"type": kind}) == bound, kind
+    for kind, key in (("BPEDecoder", "suffix"), ("CTC", "word_delimiter_token")):  # a space and two for what is empty
+        assert (growth({"type": kind, key: ""}), growth({"type": kind, key: "x"})) == (3, 1)
     letters = "".join(map(chr, (*range(0x20, 0x3000), *range(0xF900, 0xFE00), 0x4E00, 0x10FFFF)))
     for kind in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "BertNormalizer"):
         normalizer = getattr(normalizers, kind)()

@@ -421,3 +421,15 @@ def test_a_token_is_found_in_texts_as_the_files_say(tmp_path, own, added, expect
     assert tokenizer.encode("a <x> b").ids == expected
     assert (6 in tokenizer.encode("a<x>b").ids, 6 in tokenizer.encode("<X>").ids) == (within, in_capitals)
     assert tokenizer.get_added_tokens_decoder()[6].special == (named or (added or {}).get("special", True))
+
+
+def test_the_begin_of_a_text_is_added_as_tokenizer_config_json_says(tmp_path):
+    """Of a folder without either key the tokenizer's own file decides."""
+    for given, adds in (
+        ({}, None),
+        ({"add_bos_token": True}, True),
+        ({"add_bos_token": False}, False),
+        ({"add_eos_token": True}, False),
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
+        assert read_folder_tokens(tmp_path).adds_begin == adds
