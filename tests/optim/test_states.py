@@ -196,3 +196,16 @@ def test_exact_slots_are_fp32_and_all_others_have_the_form_of_moments(kind, stat
         if len(leaves) == 2:  # in the signed code small means of squares would be 0, and steps without bound
             code = "uint8" if name in ("nu", "square") else "int8"
             assert {jnp.dtype(leaf.dtype).name for leaf in leaves} == {code, "float32"}, name
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_state_of_each_optimizer_is_read_back_from_its_tree_in_a_checkpoint(form):
+    mesh, placement = build_mesh(ONE, jax.devices()[:1]), place(SHAPE, ("layers", "embed", "mlp"), ONE)
+    parameter = SimpleNamespace(axes=placement.axes, role="matrix", muon=True)
+    for kind in OPTIMIZERS:
+        plan = StepPlan.of(make_config(MODELS["llama"], optimizer={"kind": kind, "state": form}), mesh)
+        update = Update.build(plan, {NAME: parameter}, {NAME: placement}, mesh)
+        state = jax.eval_shape(update.first, {NAME: jnp.zeros(SHAPE)}).optimizer
+        found = update.slots.from_disk(update.slots.on_disk(state))
+        assert jax.tree.structure(found) == jax.tree.structure(state)
+        assert jax.tree.leaves(found) == jax.tree.leaves(state)
