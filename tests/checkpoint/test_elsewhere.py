@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 import tensorstore
+from etils import epath
 from etils.epath import backend
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import _registry
@@ -245,6 +246,12 @@ def test_sizes_are_those_of_the_files_in_all_folders(tmp_path):
     assert storage.sizes(tmp_path) == {"arrays/d/0": 7, "metadata": 3}
 
 
+def test_tensorstore_s_specification_has_the_driver_of_the_store(tmp_path):
+    assert storage.key_value_store(tmp_path) == {"driver": "file", "path": f"{tmp_path}/"}
+    of_bucket = {"driver": "gcs", "bucket": "b", "path": "x/3/"}  # of tensorstore's documentation
+    assert storage.key_value_store(epath.Path("gs://b/x/3")) == of_bucket
+
+
 def test_each_error_is_that_of_the_store_or_of_an_object():
     def outcome(error: Exception, folder="gs://b/x/3") -> type:
         try:
@@ -262,6 +269,8 @@ def test_each_error_is_that_of_the_store_or_of_an_object():
         assert outcome(ValueError(denied)) is InputError
     for denied in ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"):
         assert outcome(ValueError(denied), "s3://b/x/3") is InputError
+    for missing in ("NOT_FOUND: x", "Invalid GCS bucket name: B", "NoSuchBucket: x"):
+        assert "create the bucket, or correct its name" in str(storage.store_problem("gs://b", ValueError(missing)))
     assert outcome(ConnectionResetError()) is InputError and outcome(FileNotFoundError()) is FileNotFoundError
     assert outcome(ValueError("UNAVAILABLE: x"), "/a/directory") is ValueError
 

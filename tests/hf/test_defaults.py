@@ -79,6 +79,16 @@ def test_null_groups_of_experts_are_one_group(tmp_path, family):
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_null_for_a_size_of_latent_attention_or_of_experts_is_refused_and_no_dense_model(tmp_path, family):
+    config = tiny(family)
+    for key in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "v_head_dim"):
+        assert model_of(tmp_path, config | {key: None}) is None, key
+    for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"):
+        assert model_of(tmp_path, config | {key: None}) is None, key
+
+
+@pytest.mark.smoke
 @pytest.mark.parametrize("family", [family for family, golden in GOLDEN.items() if golden["two"]])
 def test_of_two_keys_for_one_thing_that_of_transformers_counts_or_both_are_refused(tmp_path, family):
     config = tiny(family)
