@@ -1,5 +1,6 @@
 """Models that read images against transformers: folders, logits, gradients (data_files/make_vision_references.py)."""
 
+import contextlib
 import json
 import re
 import zipfile
@@ -269,6 +270,25 @@ def test_a_tower_that_the_model_does_not_have_is_refused_with_its_key(tmp_path, 
     (tmp_path / "config.json").write_text(json.dumps(QWEN | {"vision_config": QWEN_TOWER | {key: value}}))
     with pytest.raises(InputError, match=f"{key}={value} "):
         read_model(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "config"), PUBLISHED)
+def test_other_channels_or_patches_of_any_tower_are_refused_with_their_key(tmp_path, name, config):
+    for key in config["vision_config"].keys() & {"in_chans", "in_channels", "num_channels", "spatial_patch_size"}:
+        changed = config | {"vision_config": config["vision_config"] | {key: 1}}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(InputError, match=f"{key}=1 "):
+            read_model(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_qwen3_vl_s_positions_take_turns_in_either_layout(tmp_path, key):
+    text = {name: of for name, of in QWEN3["text_config"].items() if not name.startswith("rope_")}
+    for turns in (True, False):
+        rope = {"mrope_section": [24, 20, 20], "mrope_interleaved": turns, "rope_type": "default", "rope_theta": 5e6}
+        (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"text_config": text | {key: rope}}))
+        with contextlib.nullcontext() if turns else pytest.raises(InputError, match="mrope_interleaved=False"):
+            assert read_model(tmp_path)["rope_interleaved"]
 
 
 # Of videos and of training; LLaVA's last layer, which is not read; transformers' name of a tower that is its own model
