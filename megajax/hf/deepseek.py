@@ -14,6 +14,7 @@ from megajax.hf.tensors import Selected, Tensor
 from megajax.layout.kinds import extra_layers, extra_of, layer_kinds
 
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+MOE = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
 MATRICES = ("gate", "up", "down")
 # Of modules of multi-token prediction, which are stored as layers after the last
 MODULE = {
@@ -43,8 +44,8 @@ class DeepseekV2(Llama):
         for key, known in known_values.items():
             if config.get(key) not in (None, known):
                 raise ValueError(f"{key}={config[key]} is not {known}")
-        if config["num_experts_per_tok"] is None:  # it has no default
-            raise ValueError("num_experts_per_tok=null")
+        if missing := [name for name in (*LATENT[1:], *MOE) if config[name] is None]:
+            raise ValueError(f"{missing[0]}=null")
         shared = (config.get("n_shared_experts") or 0) * config["moe_intermediate_size"]
         return {"shared_expert_ffn_hidden_size": shared, "router": self.read_router(config)}
 

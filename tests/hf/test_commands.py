@@ -116,6 +116,7 @@ def test_an_imported_run_has_the_weights_generates_and_starts_another_run(with_t
 
     config = run_config(run_dir, "RUN")
     assert config.data.end_of_document == "<|im_end|>" and config.batch.sequence_length == 65536
+    assert config.run.name == "run"
     ours = comparison.run_logits(run_dir / "checkpoints/0", config.model, stored["tokens"])
     assert np.linalg.norm(ours - stored["logits"]) < 1e-5 * np.linalg.norm(stored["logits"])
     assert config.precision.compute == "float32"

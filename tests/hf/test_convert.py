@@ -224,6 +224,8 @@ def test_an_exported_folder_has_the_tensors_of_transformers(unpack, tmp_path, na
         assert found[tensor].dtype == array.dtype
         np.testing.assert_array_equal(found[tensor], array, err_msg=tensor)
     assert config_for(read_model(tmp_path / "out")).model == model
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["pad_token_id"] is None, "absent it would be the family's, such as Gemma's 0"
 
 
 @pytest.mark.smoke
