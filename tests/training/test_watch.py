@@ -15,7 +15,7 @@ from several_processes import Store
 from megajax import threads
 from megajax.cluster import Cluster, peers, relay
 from megajax.cluster.peers import Peers
-from megajax.console import DONE, LOST
+from megajax.console import BAD_NUMBERS, DONE, INTERRUPTED, LOST, MISTAKE, STOPPED
 from megajax.training import watch
 from megajax.training.watch import Watch
 
@@ -75,6 +75,16 @@ def test_a_process_that_ends_in_order_does_not_take_the_end_of_process_0_for_a_l
     clients[0].lost = True  # it has gone
     those[1].leave(DONE)
     assert not verdicts(those[1:], 0.8)
+
+
+@pytest.mark.parametrize("status", [DONE, STOPPED, BAD_NUMBERS, MISTAKE, INTERRUPTED, LOST])
+def test_an_end_on_which_all_processes_agree_is_no_loss_of_one(processes, status):
+    """At the end of the steps, at a stop or at bad numbers the others end too; else one has ended alone."""
+    (first, second), clients = processes(2, timeout=0.3)
+    second.leave(status)
+    clients[1].lost = True  # it has gone
+    found = verdicts([first], 0.5)
+    assert (not found) == (status in (DONE, STOPPED, BAD_NUMBERS)), found
 
 
 @pytest.mark.parametrize("lost", [0, 2])
