@@ -1,7 +1,10 @@
 """`import megajax`: the parts one by one, or a Trainer, as in a notebook."""
 
+import ast
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -54,6 +57,14 @@ def test_importing_it_imports_no_jax():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_each_public_name_is_the_one_that_type_checkers_see():
+    (typed,) = (node for node in ast.parse(Path(megajax.__file__).read_text()).body if isinstance(node, ast.If))
+    modules = {name.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    assert {*megajax.__all__} == {*modules, "ConfigError", "InputError", "UserError", "__version__"}
+    for name, module in modules.items():
+        assert getattr(megajax, name) is getattr(importlib.import_module(module or ""), name), name
 
 
 def test_a_name_that_it_has_not_is_an_attribute_error():
