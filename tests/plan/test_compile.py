@@ -75,6 +75,15 @@ def test_a_stored_program_is_not_compiled_again(tmp_path):
     assert len(list((tmp_path / "store").iterdir())) == 5
 
 
+CHIP = ("core_count", "fpus_per_core", "threads_per_core_limit", "shared_memory_per_core", "l2_cache_size")
+OF_CHIPS = {  # of XLA's own descriptions (xla/backends/gpu/target_config/specs), an L40S's of its data sheet
+    "h100": (132, 128, 2048, 233472, 52428800),
+    "a100": (108, 64, 2048, 167936, 41943040),
+    "l40s": (142, 128, 1536, 102400, 96 * 2**20),
+    "b200": (148, 128, 2048, 233472, 132644864),
+}
+
+
 def test_the_description_of_another_device_has_the_figures_of_its_chip():
     """Shared memory, in KiB: what a block can have, and with what is reserved for the system, of its data sheet."""
     h200 = targets.target("h200")
@@ -89,6 +98,8 @@ def test_the_description_of_another_device_has_the_figures_of_its_chip():
         version = re.search(r"cuda_compute_capability \{\s*major: (\d+)\s*minor: (\d+)", text)
         assert version and DEVICES[device].capability == number == ".".join(version.groups())
         assert int(found["shared_memory_per_block_optin"]) == shared * 1024
+        assert {key: int(found[key]) for key in CHIP} == dict(zip(CHIP, OF_CHIPS[device], strict=True))
+        assert f'"NVIDIA {"L40" if device == "l40s" else device.upper()}"' in text
         assert targets.usable_bytes(device) / 2**30 == pytest.approx(memory)
         assert ("ACCELERATED_FEATURES" in text) == (number in ("9.0", "10.0"))
         assert "H200" not in text and found.keys() - {"minor"} <= dict(re.findall(r"(\w+): (\S+)", h200)).keys()

@@ -14,12 +14,13 @@ from megajax.config.checks import check_mesh
 from megajax.config.sentences import value
 from megajax.errors import ConfigError, InputError
 from megajax.layout.stages import layouts_to_try, slot_kinds
+from megajax.schema.config import PipelineConfig
 from megajax.tools.plan.__main__ import main
 from megajax.tools.plan.candidates import Candidate
 from megajax.tools.plan.rates import rates_of
 from megajax.tools.plan.report import mesh_text
 from megajax.tools.plan.search import Search, explained
-from megajax.tools.plan.variations import Variations, as_overrides
+from megajax.tools.plan.variations import VARIED, Variations, as_overrides
 
 H200 = rates_of("h200")
 
@@ -28,6 +29,38 @@ H200 = rates_of("h200")
 def config(eight_layers):
     """80 of its layers do not fit on a GPU."""
     return eight_layers(8)
+
+
+# Values that no mesh of two GPUs has; each with a value to pin that none has either
+OWN = {"mesh.pipeline": "mesh.tensor=3"} | dict.fromkeys(
+    (*(f"mesh.{axis}" for axis in ("data", "fsdp", "expert", "context", "tensor")), "batch.num_microbatches"),
+    "mesh.pipeline=3",
+)
+OWN |= dict.fromkeys(("pipeline.virtual_stages", "pipeline.layout"), "mesh.pipeline=3")
+
+
+@pytest.mark.parametrize("key", OWN)
+def test_the_files_own_value_of_a_varied_key_is_never_to_blame(eight_layers, tmp_path, key):
+    section, name = key.split(".")
+    own = {"pipeline": 16, "virtual_stages": 9, "layout": [1, 2]}.get(name, 3)
+    texts = {}
+    for more in ("", f"{section}: {{{name}: {own}}}"):
+        (tmp_path / "own.yaml").write_text(f"include: {eight_layers(8)}\n{more}\n")
+        with pytest.raises(InputError, match=f"^{OWN[key]} rules out every mesh of 2 GPUs") as refused:
+            Search(tmp_path / "own.yaml", [OWN[key]], 2, H200).best(1)
+        texts[more] = re.sub(r"\(.*?\)", "", str(refused.value))
+    assert len({*texts.values()}) == 1, texts
+
+
+def test_a_search_sets_the_keys_that_can_be_pinned_and_tries_each_schedule(eight_layers):
+    experts = ["model.num_experts=4", "model.experts_per_token=2", "model.expert_ffn_hidden_size=64"]
+    vary = Variations(load_config(eight_layers(8), experts), {}, 8, 8)
+    first = next(each for each in vary.first_pass("none") if each["mesh.pipeline"] == 2)
+    schedules = [*vary.schedules(first)]
+    found = first | schedules[0] | next(vary.remats(first)) | next(vary.experts_over(first))
+    assert found.keys() == {*VARIED} and first.keys() == {*VARIED} - {"mesh.experts_over"}
+    kinds = PipelineConfig.model_json_schema()["properties"]["schedule"]["enum"]
+    assert {each["pipeline.schedule"] for each in schedules} == {*kinds} - {"gpipe"}  # slower than 1f1b
 
 
 @pytest.fixture(scope="module")
@@ -359,6 +392,7 @@ def test_the_usual_recipe_has_a_sequence_in_a_microbatch_and_recomputes_what_doe
         usual = Search(config, [], 2, replace(H200, memory_gib=memory)).usual()
         assert (usual.config.batch.num_microbatches, usual.config.remat.policy) == (8, policy)
         assert usual.plan.sizes == check_mesh(load_config(config, ["mesh.tensor=2"]), 2)
+        assert usual.settings.keys() == {*VARIED} - {"mesh.experts_over"}
 
 
 def test_all_is_recomputed_where_nothing_else_fits(config):
