@@ -1,10 +1,13 @@
 """Operations of a made-up module: shapes, traffic, scopes, the part that each belongs to, and rooflines by hand."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import megajax
+from megajax.layout.kinds import BUILT_IN_BLOCKS
 from megajax.tools.compile import describe
 from megajax.tools.profile import hlo, operations
 
@@ -136,6 +139,17 @@ def test_matmuls_of_the_optimizer_belong_to_it(ops):
     op = replace(ops["matmul"], attributes=ops["matmul"].attributes.replace("mlp", "optimizer"))
     assert op.scopes == ("_train_step", "optimizer", "dot_general")
     assert operations.part_of(op) == ("optimizer", "matmul 10000×10000×9890")
+    op = replace(ops["sum"], attributes=ops["sum"].attributes.replace("norm", "optimizer"))
+    assert operations.part_of(op) == ("optimizer", "update")
+
+
+def test_the_scopes_of_parts_are_those_that_the_code_names():
+    """But for those around whole parts of a model, in which other scopes count."""
+    around = {"encoder", "image_embeddings", "image_features", "join", "patches", "projector"}
+    texts = [file.read_text() for file in Path(megajax.__file__).parent.rglob("*.py")]
+    named = {name for text in texts for name in re.findall(r'named_scope\("(\w+)"\)', text)} - around
+    sublayers = {name for names in BUILT_IN_BLOCKS.values() for name in names}
+    assert {*operations.SCOPES} == named | sublayers
 
 
 def test_counts_of_a_module_are_one_line_a_kind(ops):
