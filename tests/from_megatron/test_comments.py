@@ -87,6 +87,8 @@ MORE = [
     (f"{FILES} --data-path x --fim-data --fim-rate 0.3 --fim-spm-rate 0.7 --dataloader-type cyclic", 1),
     (f"{DENSE} --load x --no-load-optim", 1),
     (f"{EXPERTS} --load x --moe-use-upcycling", 1),
+    (EXPERTS.replace("aux_loss", "none"), 1),
+    (EXPERTS.replace("aux_loss", "sinkhorn"), 1),
     (f"{DENSE} --save y --save-interval 10 --most-recent-k 3", 1),
     (f"{DENSE} --save y --persistent-save-interval 10 --save-retain-interval 30", 1),
     (f"{PIPELINE} --num-layers 7 --account-for-embedding-in-pipeline-split", 4),
@@ -125,6 +127,7 @@ def changes(tmp_path_factory):
 
 def _changes(given: Arguments, world: int):
     whole = translation(given, world)
+    assert not whole.refused
     for dest, text in [(dest, given.shown(dest)) for dest in given.given]:
         without = Arguments({name: value for name, value in given.given.items() if name != dest}, given.texts, "")
         try:

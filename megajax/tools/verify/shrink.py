@@ -79,7 +79,7 @@ def shrink(
     if config.objective.kind == MASKED_TOKENS:
         small["objective"]["masking"] = {"mask_token": None}
     settings, lines = config.model_dump(), []
-    of_data = ("kind", "train", "tokenizer", "packing") if is_chat else ("kind", "reset_attention", "reset_positions")
+    of_data = ("kind", "train", "tokenizer", "packing") if is_chat else ("reset_attention", "reset_positions")
     of_data += ("noise_density", "mean_span_length", "denoisers") if config.span_lengths else ()
     settings["data"] = {key: settings["data"][key] for key in of_data}
     before = config.model_dump()
