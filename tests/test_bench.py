@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 
 import jax
+import jaxlib
 import pytest
 
 from dev import gpu_rows
@@ -19,6 +20,13 @@ def test_configs_are_found_by_path_and_by_name(tmp_path):
     assert (named.run.name, named.run.steps, named.data.kind) == ("llama3_8b_l8", 3, "synthetic")
     (tmp_path / "mine.yaml").write_text(named.to_yaml())
     assert bench.synthetic_config(str(tmp_path / "mine.yaml"), [], str(tmp_path)) == named
+    own = "run: {epochs: 2, eval_steps: all}\nbatch: {schedule: '0: 8, 1M: 16', global_size: 16}\nlora: {rank: 2}\n"
+    own += "data: {kind: text, train: x.txt, valid: y.txt, tokenizer: byte}\ncheckpoint: {init_from: there}\n"
+    (tmp_path / "own.yaml").write_text(f"include: {tmp_path}/mine.yaml\n{own}")
+    found = bench.synthetic_config(str(tmp_path / "own.yaml"), [], str(tmp_path / "run"))
+    assert (found.data.kind, found.run.dir, found.checkpoint.init_from) == ("synthetic", str(tmp_path / "run"), None)
+    assert (found.run.epochs, found.run.eval_steps, found.batch.schedule) == (None, 1, None)
+    assert not found.logging.tensorboard and found.lora.rank == 2
     assert bench.split_runs(["a", "b", "x=1", "y=2"]) == [["a"], ["b", "x=1", "y=2"]]
 
 
@@ -110,7 +118,9 @@ def test_versions_are_written_as_nvidia_writes_them(cuda, cudnn, shown, monkeypa
     numbers = SimpleNamespace(cuda_runtime_get_version=lambda: cuda, cudnn_get_version=lambda: cudnn)
     monkeypatch.setattr(jax_internals, "cuda_versions", numbers)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    smi = SimpleNamespace(stdout="580.95.05\n580.95.05\n")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: smi)
+    smi, asked = SimpleNamespace(stdout="580.95.05\n580.95.05\n"), []
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: asked.append(command) or smi)
     found = bench.versions()
+    assert [command[0] for command in asked] == ["nvidia-smi"]
+    assert (found["jax"], found["jaxlib"]) == (jax.__version__, jaxlib.__version__)
     assert (found["cuda"], found["cudnn"], found["driver"]) == (*shown, "580.95.05")

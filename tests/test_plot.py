@@ -55,6 +55,7 @@ def points(axes) -> list[list[list[float]]]:
 def test_panels_show_what_was_logged_over_the_chosen_axis(x):
     figure = plot.draw({"run": RECORDS}, x=x, baseline=5.0)
     losses, rates, norms = figure.axes
+    assert norms.get_xlabel().split()[0] == x
     train, evaluation = X[x]
     assert points(losses)[:2] == [
         [list(p) for p in zip(train, [4, 2], strict=True)],

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 from pathlib import Path
 
@@ -235,6 +236,7 @@ def test_each_option_of_the_help_is_ours_before_a_line_of_megatrons_flags(capsys
     assert options == ["-h, --help", "--version", "--traceback", "--write FILE", "--world N"]
     assert texts["--help"] == texts["-h"] and texts["--version"].startswith("megajax ")
     assert commands.main(["from-megatron", "--traceback", *SMALL.split(), "--world", "1"]) == 0
+    assert os.environ[TRACEBACK] == "1"
 
 
 def test_a_shell_without_a_text_has_no_launch_line(place, capsys):

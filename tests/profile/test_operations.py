@@ -166,6 +166,14 @@ def test_counts_of_a_module_are_one_line_a_kind(ops):
     ]
 
 
+@pytest.mark.parametrize(("kind", "name"), [("copy", "copy above 1 MiB"), ("convert", "conversion above 1 MiB")])
+@pytest.mark.parametrize("rows", [2**18, 2**18 + 1])  # of 4 bytes
+def test_large_copies_and_conversions_are_counted(kind, name, rows):
+    lines = [f"  %p = s32[{rows}]{{0}} parameter(0)", f"  ROOT %x = f32[{rows}]{{0}} {kind}(%p)"]
+    found = hlo.parse("\n".join([f"ENTRY %main (p: s32[{rows}]) -> f32[{rows}] {{", *lines, "}"]))
+    assert [" ".join(line.split()) for line in describe(found, {})] == [f"{name} 1 1.0 MiB"] * (rows > 2**18)
+
+
 # Opcodes of XLA: those that launch nothing, those that only move data, and others
 SILENT = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id")
 MOVING = ("copy", "transpose", "reshape", "slice", "dynamic-slice", "concatenate", "pad", "reverse")
