@@ -141,10 +141,10 @@ def sentence(capsys, *arguments: str) -> str:
         ("A=0\ntest 1 -gt 2 && A=1\n[ -n '' ] || B=2\n[ -z x ] || C=$?\np.py --micro-batch-size $A $B", [], ["0", "2"]),
         ("A=0\nuntil [ $A -ge 3 ]; do A=$((A + 1)); done\np.py --micro-batch-size $A", [], ["3"]),
         (
-            "for n in a b c; do case $n in a) A=$A$n1 ;& x) A=${A}2 ;;& b|a) A=${A}3 ;; *) A=${A}4 ;; esac; done\n"
+            "for n in a b c x; do case $n in a) A=$A$n1 ;& x) A=${A}2 ;;& b|a) A=${A}3 ;; *) A=${A}4 ;; esac; done\n"
             "p.py --micro-batch-size $A",
             [],
-            ["23" + "3" + "4"],
+            ["23" + "3" + "4" + "24"],
         ),  # ;& goes on with the next block, ;;& with the next pattern
         ("A=aB\nf() { p.py --micro-batch-size ${A^^} ${A,,} $@ $* ${@}; }\nf 1 2", [], "AB ab 1 2 1 2 1 2".split()),
         ("true\nA=$?\n[ $$ -gt 0 ] && B=y\np.py --micro-batch-size $A $B &>> log", [], ["0", "y"]),

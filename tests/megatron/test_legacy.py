@@ -29,6 +29,7 @@ from megajax.megatron.torch_files import Call, Instance, Named, save, tensor
 from megajax.megatron.torch_files import pickled as as_pickle
 from megajax.model import Transformer, parameters
 from megajax.model.block import layer_state
+from megajax.tools.from_megatron import __main__ as from_megatron
 from megajax.training.loop import Trainer
 
 SMALL = {"hidden_size": 8, "num_heads": 2, "num_layers": 2, "ffn_hidden_size": 12, "vocab_size": 32}
@@ -274,6 +275,13 @@ def test_objects_of_megatron_are_held_and_not_called(tmp_path):
     named |= {Named("transformer_engine.common.recipe", "DelayedScaling")}
     small(tmp_path, more={"rng_state": [state, *(Call(name, ()) for name in named)]}, attention_backend=backend)
     same(tmp_path, ModelConfig.model_validate(SMALL), whole(ModelConfig.model_validate(SMALL)))
+
+
+def test_how_a_saved_run_began_is_not_how_one_goes_on_with_its_checkpoint(tmp_path):
+    began = {"finetune": True, "no_load_optim": True, "pretrained_checkpoint": "x", "ckpt_step": 5}
+    small(tmp_path, load="y", seed=7, **began)
+    given, _ = from_megatron.read([str(tmp_path)])
+    assert (given["load"], given["seed"]) == (str(tmp_path), 7) and not began.keys() & given.given.keys()
 
 
 def test_a_missing_file_of_one_rank_names_the_tensor(tmp_path):
