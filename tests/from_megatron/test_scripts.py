@@ -147,7 +147,11 @@ def sentence(capsys, *arguments: str) -> str:
             ["23" + "3" + "4" + "24"],
         ),  # ;& goes on with the next block, ;;& with the next pattern
         ("A=aB\nf() { p.py --micro-batch-size ${A^^} ${A,,} $@ $* ${@}; }\nf 1 2", [], "AB ab 1 2 1 2 1 2".split()),
-        ("true\nA=$?\n[ $$ -gt 0 ] && B=y\np.py --micro-batch-size $A $B &>> log", [], ["0", "y"]),
+        (
+            'true\nA=$?\n[ -n "$$" ] && B=y\n[ -z "$!" ] && C=z\np.py --micro-batch-size $A $B $C &>> log',
+            [],
+            ["0", "y", "z"],
+        ),
         ("x |& tee log &> log2\np.py --micro-batch-size 1 > >(tee log) 2> >(tee log2 >&2)", [], ["1"]),
         ("A=b\nB=A\nx || p.py --micro-batch-size ${!B}\nfalse || p.py --micro-batch-size ${!B}", [], ["b"]),
         ("A=0\nfalse &&\nA=1\ntrue || # or\n\nA=2\ntrue &&\nB=3\np.py --micro-batch-size $A $B", [], ["0", "3"]),

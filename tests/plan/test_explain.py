@@ -2,6 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
 
 import pytest
 
@@ -92,6 +93,11 @@ def test_a_picture_has_the_phases_and_the_collectives_of_each_axis(config):
     assert first > 0 < second_back and first_back == 0 == second  # gathered once a step, and reduced once
     drawing = ElementTree.fromstring(of_phases(found))
     boxes = [box for box in drawing.iter() if box.tag.endswith("rect")]
+    legend = {box.get("fill"): after.text or "" for box, after in pairwise(drawing) if box.get("width") == "14"}
+    words = {name: name for name in ("forward", "head", "backward", "casts", "update", "waiting")}
+    words |= {"hidden": "beside computation", "exposed": "nothing hides"}
+    assert {COLORS[name] for name in words} == legend.keys()
+    assert all(word in legend[COLORS[name]] for name, word in words.items()), legend
     rows = {float(box.get("y", 0)) + float(box.get("height", 0)) for box in boxes if len(box)}
     axes = {axis for phase in phases for axis, traffic in phase.traffic.items() if traffic.seconds}
     assert len(rows) == 1 + len(axes)
