@@ -316,6 +316,14 @@ def test_a_factor_that_does_not_count_is_no_obstacle_to_an_export():
     assert exported({"rope_scaling": YARN | {"mscale": 0.7}})["mscale"] == 1  # as in transformers
 
 
+@pytest.mark.parametrize("is_latent", [True, False])
+def test_yarns_own_numbers_are_exported_by_megatrons_names(is_latent):
+    latent = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8} if is_latent else {}
+    found = exported(latent | {"rope_scaling": YARN | {"beta_fast": 16.0, "beta_slow": 2.0}})
+    own = {"original_max_position_embeddings": 16, "beta_fast": 16.0, "beta_slow": 2.0}
+    assert {name: found.get(name if is_latent else f"yarn_{name}") for name in own} == own
+
+
 def check_comments(text: str) -> None:
     """Each value has a comment with its flag, or Megatron's default."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#") and not line.endswith(":")]
