@@ -158,7 +158,7 @@ class AttentionShape:
             model.attention_softcap,
             config.data.reset_attention,
             shortest if shortest < length and not model.causal else None,
-            not model.causal and any(map(config.is_padded, ("train", "valid"))),
+            not model.causal and config.is_padded("valid"),  # which has padding wherever training has
             _unsupported_by_parts(config, sizes),
             has_bias=model.position == "relative",
             two_sided=_two_sided(config),

@@ -231,7 +231,7 @@ class BlockTrace:
         experts = weight.shape[0] if of_experts else 1  # a row is multiplied by one of them
         multiplications, depth = multiplications / experts, depth // experts
         inputs, outputs = multiplications * depth * experts / weight.size, times * out.size / self.length
-        into_stream = placement.axes[-1] in ("embed", "residual")
+        into_stream = placement.axes[-1] == "embed"
         work.matmuls.append(Matmul(multiplications, inputs, outputs, depth, of_experts, into_stream))
 
     def _numbers(self, var: Any) -> float:

@@ -13,6 +13,7 @@ from megajax import ops
 from megajax.errors import ConfigError
 from megajax.ops import AttentionSettings, PackedDocuments
 from megajax.ops.partial_attention import Ranges, Scores
+from megajax.schema.fields import BATCH_AXES
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +63,6 @@ class Comm:
     """
 
     token_axes: tuple[str, ...] = ()  # the mesh axes that divide the tokens of the residual stream
-    sequence_axes: tuple[str, ...] = ()  # those of them that divide a sequence
 
     linear_attention: ops.LinearAttentionImplementation = "reference"
     elementwise: ops.ElementwiseImplementation = "reference"  # of what has fused kernels
@@ -186,6 +186,11 @@ class Comm:
         return rule(*tokens, **state)
 
     # What follows from these
+
+    @property
+    def sequence_axes(self) -> tuple[str, ...]:
+        """Those of `token_axes` that divide a sequence."""
+        return tuple(axis for axis in self.token_axes if axis not in BATCH_AXES)
 
     @property
     def token_shards(self) -> int:

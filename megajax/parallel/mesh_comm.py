@@ -45,7 +45,6 @@ class MeshComm(Comm):
     """The communication points as collectives, and those only for `parallel/`; the identity for axes of size 1."""
 
     token_axes: tuple[str, ...] = TOKEN_AXES
-    sequence_axes: tuple[str, ...] = ("context", "tensor")  # of TOKEN_AXES, those that divide a sequence
 
     def __init__(
         self,

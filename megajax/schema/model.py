@@ -436,7 +436,7 @@ class ModelConfig(Section):
     @property
     def of_vision(self) -> "ModelConfig | None":
         """The layers of the vision tower as a model."""
-        return None if self.vision is None else _tower(self.vision, self.init_std, self.depth_scaled_init)
+        return None if self.vision is None else _tower(self.vision, self.depth_scaled_init)
 
     @property
     def has_norm_bias(self) -> bool:
@@ -465,7 +465,7 @@ class ModelConfig(Section):
 
 
 @cached
-def _tower(vision: VisionConfig, init_std: float, depth_scaled_init: bool) -> ModelConfig:
+def _tower(vision: VisionConfig, depth_scaled_init: bool) -> ModelConfig:
     """The layers of a vision tower as a model; its vocabulary is not used.
 
     Local layers see blocks of windows (`BlockInputs.windows`). For estimates their `sliding_window` has as many keys,
@@ -473,8 +473,7 @@ def _tower(vision: VisionConfig, init_std: float, depth_scaled_init: bool) -> Mo
     """
     same = ("num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "norm", "norm_epsilon", "activation")
     model: dict[str, Any] = {name: getattr(vision, name) for name in same} | {"vocab_size": 1, "vocab_multiple": 1}
-    model |= {"attention_bias": True, "mlp_bias": True, "causal": False}
-    model |= {"init_std": init_std, "depth_scaled_init": depth_scaled_init}
+    model |= {"attention_bias": True, "mlp_bias": True, "causal": False, "depth_scaled_init": depth_scaled_init}
     if vision.window is not None:
         kinds = ["global" if i in vision.global_layers else "local" for i in range(vision.num_layers)]
         model |= {"layer_pattern": kinds, "sliding_window": max(vision.window**2 // 2, 1)}

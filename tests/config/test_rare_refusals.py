@@ -117,6 +117,15 @@ def test_each_list_has_a_meaning_for_an_entry_that_is_there_twice():
     assert lists == {key for named in TWICE.values() for key in named.split()}
 
 
+def test_the_widths_that_a_latent_is_told_to_have_are_deepseeks():
+    model = load_config("deepseek_v3").model
+    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    for name in names:
+        others = [f"model.{other}=8" for other in names if other != name]
+        with pytest.raises(ConfigError, match=f"needs model.{name} .*: set model.{name}={getattr(model, name)}, as"):
+            load_config("x.yaml", ["model.kv_lora_rank=8", *others])
+
+
 def flat(schedule):
     return lambda step: schedule.learning_rate
 

@@ -19,8 +19,10 @@ from mesh_models import GPT2, HYBRID, KIMI, LATENT_MODELS, MAMBA, MIXTRAL, MODEL
 from megajax.config import ModelConfig
 from megajax.layout.kinds import BUILT_IN_BLOCKS, DECLARED, KINDS, LayerKind
 from megajax.layout.sublayers import ABILITIES
+from megajax.model.attention import Attention
 from megajax.model.block import SUBLAYERS, Block
 from megajax.model.comm import Comm, TokenPositions
+from megajax.model.mlp import MLP
 from megajax.model.parameters import parameters
 from megajax.model.sublayer import MAX_SCORE, BlockInputs, LayerContext, Sublayer
 
@@ -150,6 +152,25 @@ def test_a_sublayer_declares_what_it_does(case: str):
         assert (each.metrics != set() or each.clips) == part.has_metrics()
         assert each.streams.read <= {*part.streams(), "relative_bias"} and {*part.streams()} <= each.streams.read
         assert part.IN_ORDER == ("in_order" in called) and part.HAS_EXPERTS == ("experts" in called)
+
+
+def test_a_sublayer_beside_another_one_has_that_ones_norm(monkeypatch):
+    read = set[str]()
+
+    class Beside(MLP):
+        def apply(self, w, x, ctx):
+            read.update(w)
+            return x, {}
+
+    monkeypatch.setitem(KINDS, "attention_mamba2", {"attention": Attention, "mamba2": Beside})
+    block = Block(ModelConfig.model_validate(MODELS["gpt2"] | {"position": "none"}), "attention_mamba2")
+    assert {name for name in parameters(block) if "norm" in name} == {"attention.norm", "attention.norm_bias"}
+    weights = {name: jax.ShapeDtypeStruct(p.shape, jnp.float32) for name, p in parameters(block).items()}
+    inputs = BlockInputs(jnp.zeros((1, S), int), TokenPositions(jnp.zeros((1, S), int)), jnp.arange(S), None)
+    ctx = LayerContext(Comm(), inputs, 0, LayerKind("attention_mamba2", None))
+    x = jax.ShapeDtypeStruct((S, block.input_width), jnp.float32)
+    jax.eval_shape(lambda weights, x: block.apply(block.fuse(weights), x, ctx)[0], weights, x)
+    assert {"norm", "norm_bias"} <= read
 
 
 def test_the_cases_have_every_kind_of_block_and_checks_know_the_sublayers():

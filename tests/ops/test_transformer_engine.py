@@ -1,11 +1,13 @@
 import sys
+from typing import get_args
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from megajax.errors import ConfigError
-from megajax.ops import transformer_engine
+from megajax.kernel_choice import Kernels
+from megajax.ops import fp8, fp8_kernels, fp8_reference, transformer_engine
 
 X = np.ones((32, 16), jnp.bfloat16)  # NumPy's: jax would compile while tests are collected
 Q = X.astype(jnp.float8_e4m3fn)
@@ -30,6 +32,15 @@ def forget(monkeypatch):
 
 def call(name):
     return getattr(transformer_engine, name)(*CALLS[name])
+
+
+def test_each_implementation_has_its_module_and_those_without_one_quantise_in_their_matmuls():
+    modules = {"reference": fp8_reference, "pallas": fp8_kernels, "transformer_engine": transformer_engine}
+    for name in get_args(fp8.Implementation):
+        assert Kernels(fp8=name).save_fp8 == (name in modules), name
+        if name in modules:
+            assert fp8.kernels(name) is modules[name]
+            assert all(hasattr(modules[name], function) for function in CALLS)
 
 
 @pytest.mark.smoke

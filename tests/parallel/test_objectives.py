@@ -18,7 +18,15 @@ from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
 from megajax.options.registered import OBJECTIVES as REGISTERED
 from megajax.schema.fields import Section
-from megajax.step.objective import Elementwise, HiddenSegment, NextToken, register_objective
+from megajax.step.objective import (
+    Elementwise,
+    Hidden,
+    HiddenSegment,
+    Logits,
+    NextToken,
+    Segment,
+    register_objective,
+)
 from megajax.training.batches import batches, to_global
 from megajax.training.loop import Trainer
 from megajax.training.step import TrainProgram
@@ -197,6 +205,10 @@ def test_wrong_settings_and_batches_are_sentences(table):
     with pytest.raises(ConfigError, match="objective next_token is .*NextToken already"):
         register_objective("next_token")(Focal)
     assert register_objective("next_token")(NextToken) is NextToken
+    for base in (Elementwise, Logits, Segment, Hidden, HiddenSegment):  # those of docs/extensions.md
+        lacking = "values" if "values" in vars(base) else "loss"
+        with pytest.raises(ConfigError, match=f"test_wrong .* does not define (loss|{lacking}): derive a class from"):
+            register_objective("test_wrong")(type("Lacking", (base,), {}))
     for wrong in (type("Lacking", (Elementwise,), {}), lambda log_probs, fields: -log_probs):
         with pytest.raises(ConfigError, match="test_wrong .* does not define loss: derive a class from .*Elementwise"):
             register_objective("test_wrong")(wrong)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec as P
 
@@ -14,7 +15,7 @@ from megajax.config.checks import check_mesh
 from megajax.mesh import build_mesh
 from megajax.step.nodes import HIDDEN, StepArrays
 from megajax.step.stack.remat_groups import StreamGradients
-from megajax.step.stack.vjp import SplitBackward
+from megajax.step.stack.vjp import ResidualLayout, SplitBackward
 from megajax.step_plan import StepPlan
 from megajax.training.step import TrainProgram
 
@@ -129,6 +130,25 @@ def test_the_matrices_products_are_in_the_second_part_and_no_product_is_in_both(
     second = primitives(jax.make_jaxpr(split.weights)(block.weights, later))["dot_general"]
     assert first + second == primitives(jax.make_jaxpr(backward)(*arguments))["dot_general"]
     assert second == 4, "one for each matrix"
+
+
+VIEWS = {
+    "shape": lambda a: a.reshape(-1),
+    "fewer dimensions": lambda a: jax.lax.squeeze(a, (0,)),
+    "name": lambda a: checkpoint_name(a, "kept"),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_an_array_that_is_kept_in_several_forms_is_stored_once(view):
+    def forward(x):
+        return {"one": (kept := 2 * x), "other": VIEWS[view](kept), "negative": -kept}
+
+    x = jnp.arange(6.0).reshape(1, 2, 3)
+    layout = ResidualLayout(forward, x)
+    stored = layout.store(expected := forward(x))
+    assert len(stored) == 2
+    jax.tree.map(np.testing.assert_array_equal, layout.restore(stored), expected)
 
 
 def test_a_matrix_that_the_first_part_needs_is_handed_to_the_second():

@@ -33,6 +33,13 @@ def test_weight_gradients_are_tied_to_their_layer_where_its_backward_pass_hides_
     assert not plan_of(batch={"num_microbatches": 2}).ties_reductions(complete=True)
 
 
+def test_two_microbatches_side_by_side_need_the_memory_of_one_of_their_size():
+    batch, communication = {"num_microbatches": 2}, {"experts": "all_to_all", "overlap_experts": True}
+    plan = plan_of(2, model={"num_experts": 4}, mesh={"expert": 2}, batch=batch, communication=communication)
+    for each, at_once, count, rows in ((plan, 2, 2, 2), (plan.with_large_microbatches, 1, 1, 4)):
+        assert (each.microbatches_at_once, each.num_microbatches, each.batch_shape[1]) == (at_once, count, rows)
+
+
 def test_a_single_microbatch_has_no_sums_whatever_their_dtype():
     in_bf16 = plan_of(precision={"accumulation": "bfloat16"})
     assert estimate_memory(in_bf16) == estimate_memory(plan_of())

@@ -63,7 +63,6 @@ class SharedTokens(MeshComm):
     """
 
     token_axes = (*TOKEN_AXES, "pipeline")
-    sequence_axes = ("context", "tensor", "pipeline")
 
     def __init__(self, whole: MeshComm, plan: StepPlan):
         """`whole` has the communication points for all tokens of a device."""

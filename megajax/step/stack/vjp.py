@@ -15,7 +15,7 @@ from megajax.jax_internals import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_
 from megajax.options.remat import ATTENTION, RematPolicy
 
 VIEWS = ("name", "reshape", "squeeze")  # primitives that do not change the numbers of their operand
-INLINED = ("jit", "remat2", "closed_call")  # calls that `SplitBackward` inlines, to split their operations too
+INLINED = ("jit", "remat2")  # calls that `SplitBackward` inlines, to split their operations too
 Environment = dict[Var, Any]
 
 
