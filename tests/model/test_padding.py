@@ -13,7 +13,9 @@ from megajax.mesh import build_mesh
 from megajax.model.comm import Comm, TokenPositions
 from megajax.model.moe import MoE
 from megajax.model.sublayer import BlockInputs, LayerContext, RealTokens
-from megajax.ops import router
+from megajax.ops import AttentionSettings, documents_of, router
+from megajax.ops.partial_attention import Scores
+from megajax.parallel.context.strategy import ContextAttention
 from megajax.tools.verify.runs import canonical
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
@@ -187,3 +189,22 @@ def test_a_batch_that_does_not_say_what_is_padding_is_refused():
     [fields] = make_batches(make_config(MODEL, steps=1, batch={"global_size": 8}))
     with pytest.raises(ValueError, match="no is_real and data.kind=chat: give .*is_real"):
         program.train_step.lower(program.abstract_state, to_global(program, fields))
+
+
+@pytest.mark.parametrize("attends", ["in one layer", "over context"])
+def test_a_token_attends_to_its_document_in_both_directions_and_the_largest_score_is_of_real_tokens(attends):
+    """On one device. The last token is padding, a document, with large scores."""
+    ids, is_real = np.array([0, 0, 0, 1, 1, 2]), np.arange(6) < 5
+    rng, index = np.random.default_rng(2), jnp.arange(6)[None]
+    q, k, v = (rng.normal(size=(1, 6, 1, 4)).astype(np.float32) for _ in range(3))
+    q[0, 5] = 50 * k[0, 5]
+    positions = TokenPositions(index, documents_of(jnp.asarray(ids[None])), is_real=jnp.asarray(is_real[None]))
+    arrays = *map(jnp.asarray, (q, k, v)), positions
+    if attends == "in one layer":
+        found, largest = Comm().attend(*arrays, AttentionSettings(causal=False, wants_largest=True))
+    else:
+        scores = Scores(0.5, None, "reference", wants_largest=True)
+        found, largest = ContextAttention(1, scores, None, False, causal=False).attend(*arrays)
+    weights = np.exp(q[0, :5, 0] @ k[0, :5, 0].T / 2) * (ids[:5, None] == ids[:5])
+    np.testing.assert_allclose(np.asarray(found)[0, :5, 0], weights / weights.sum(1, keepdims=True) @ v[0, :5, 0], 1e-5)
+    np.testing.assert_allclose(largest, [np.log(weights.sum(1)).max()], 1e-5)

@@ -3,6 +3,7 @@
 import json
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,8 +17,10 @@ from megajax.config.extensions import import_extensions
 from megajax.errors import ConfigError, InputError
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, bind
+from megajax.model.comm import Comm
 from megajax.options.registered import OBJECTIVES as REGISTERED
 from megajax.schema.fields import Section
+from megajax.step.head import LossHead
 from megajax.step.objective import (
     Elementwise,
     Hidden,
@@ -266,6 +269,18 @@ def traced(table, name):
     config = make(table, name, {}, num_layers=1)
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 1), jax.devices()[:1]))
     return jax.eval_shape(program.train_step, program.abstract_state, program.abstract_batch)
+
+
+def test_a_function_of_logits_is_given_the_targets_too():
+    head: Any = SimpleNamespace(comm=Comm(), _capped=lambda logits: logits, dtype=jnp.float32)
+    targets, mask, logits = jnp.array([2, 0]), jnp.ones(2), jnp.ones((2, 3))
+
+    def loss(logits, mask, fields):
+        assert fields["targets"] is targets and fields["own"] is mask
+        return {"loss": logits.sum()}, 2 * logits
+
+    sums, gradient = LossHead.of_logits(head, 0.5, loss)(logits, targets, mask, {"own": mask})
+    assert sums["loss"] == 6 and np.array_equal(gradient, logits)
 
 
 def test_results_of_other_shapes_are_a_sentence(table, monkeypatch):

@@ -1,14 +1,15 @@
-"""What a layer keeps for its backward pass, by a sublayer of one operation: some XLA does not run again."""
+"""What traces of a layer say: what it keeps for its backward pass, where XLA runs no operation again; its experts."""
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import pytest
+from mesh_models import MIXTRAL
 
 from megajax.config import LoraConfig, ModelConfig
-from megajax.estimate.shapes import kernel
-from megajax.estimate.traces import Traces
+from megajax.estimate.shapes import Shards, kernel
+from megajax.estimate.traces import LayerForm, Traces
 from megajax.layout.kinds import KINDS
 from megajax.model import EVERYTHING, Sublayer, declare
 from megajax.options.remat import POLICIES
@@ -58,3 +59,21 @@ def test_an_fp32_result_is_kept_if_xla_does_not_run_its_operation_again(monkeypa
     """Of each of D numbers then the result and its exponential, 4 bytes each, and that in BF16; else BF16 alone."""
     found = kept(monkeypatch, (COSTLY | RUN_AGAIN)[name])
     assert found == D * (5 if name in COSTLY else 2)
+
+
+@pytest.mark.parametrize(
+    ("shards", "parts"),
+    [
+        (Shards(experts=4), 4),
+        (Shards(tensor=2, experts=4), 8),  # and a half of each one's width
+        (Shards(tensor=2, experts=4, experts_over_tensor=True), 4),
+    ],
+)
+def test_a_device_has_its_share_of_the_experts(shards, parts):
+    traces = Traces(ModelConfig.model_validate(MIXTRAL), LoraConfig(), 16, "float32")
+
+    def numbers(shards):
+        trace = traces.of("moe", LayerForm(shards))
+        return sum(a.size for a, (_, p) in zip(trace.arguments, trace.weights, strict=False) if "experts" in p.axes)
+
+    assert numbers(Shards()) == parts * numbers(shards) > 0
