@@ -195,6 +195,14 @@ def test_a_default_that_follows_from_other_keys(key: str):
         assert attrgetter(key)(config) == expected, overrides
 
 
+@pytest.mark.parametrize(("packing", "share"), [("first_fit", True), ("sequential", True), ("none", False)])
+def test_what_chats_decide_follows_from_whether_they_share_rows(packing: str, share: bool):
+    data = load_config(
+        "x.yaml", ["data.kind=chat", "data.train=t", "data.tokenizer=byte", f"data.packing={packing}"]
+    ).data
+    assert (data.reset_attention, data.reset_positions, data.mask_end_of_document_loss) == (share, share, True)
+
+
 def test_null_restores_a_derived_default_that_an_include_set():
     write("part.yaml", BASE + "run: {dir: elsewhere}\nschedule: {decay_steps: 5}\n")
     config = load_config("part.yaml", ["run.dir=null", "schedule.decay_steps=null", "model.ffn_hidden_size=null"])
