@@ -5,7 +5,7 @@ from decimal import Decimal
 from typing import Any
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_TOKENS = r"(\d+(?:\.\d+)?)([KMBT]?)"
+_TOKENS = rf"(\d+(?:\.\d+)?)([{''.join(UNITS)}]?)"
 _ENTRY = re.compile(rf"\s*{_TOKENS}\s*:\s*(\d+)\s*")
 
 

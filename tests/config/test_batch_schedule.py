@@ -9,6 +9,7 @@ from config_errors import first_place
 from megajax.config import Config, load_config
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
+from megajax.schema.amounts import sizes_in, tokens_of
 from megajax.schema.batch_schedule import BatchSizes, Position, samples_before
 
 pytestmark = pytest.mark.usefixtures("base_config")
@@ -126,3 +127,8 @@ def test_a_schedule_that_the_run_does_not_finish_is_warned_about():
     with pytest.warns(UserWarning, match=r"from step 1001 on, which is after run.steps=1000 .*raise"):
         load("{0: 6, 60K: 12}", "run.steps=1000")
     load("{0: 6, 60K: 12}", "run.steps=1001")
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("15", 15), ("2K", 2e3), ("1.5M", 15e5), ("3B", 3e9), ("15T", 15e12)])
+def test_numbers_of_tokens_have_units(text: str, tokens: float):
+    assert tokens_of(text) == tokens and sizes_in(f"0: 1, {text}: 2") == [(0, 1), (tokens, 2)]
