@@ -292,6 +292,7 @@ LAYERS = [  # several ways to say the kinds of layers, and Megatron's argument
     (MIXTURE | {"moe_layer_interval": 2}, 4, "moe_layer_freq", [0, 1, 0, 1]),
     ({"sliding_window": 8, "layer_pattern": [*["local", "global"] * 2]}, 4, "window_attn_skip_freq", [1, 0, 1, 0]),
     ({"rope_pattern": [*["rope", "none"] * 2]}, 4, "no_rope_freq", [0, 1, 0, 1]),
+    ({"rope_pattern": ["rope"]}, 2, "no_rope_freq", None),
 ]
 YARN = {"kind": "yarn", "factor": 4.0, "original_max_positions": 16}
 

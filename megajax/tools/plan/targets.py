@@ -29,7 +29,6 @@ ADA = {
 BLACKWELL = {"core_count": 148, "l2_cache_size": 132644864}
 # By the names of `rates`: jax's name (it does not know an L40S, which is an L40 with other clocks), and what differs
 CHIPS: dict[str, tuple[str, dict[str, int]]] = {
-    "H200": ("NVIDIA H200", {}),
     "H100": ("NVIDIA H100", {"l2_cache_size": 52428800}),
     "A100": ("NVIDIA A100", AMPERE),
     "L40S": ("NVIDIA L40", ADA),
