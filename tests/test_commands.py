@@ -56,7 +56,18 @@ def test_an_unknown_command_is_refused_with_the_nearest_one(capsys):
 
 @pytest.mark.parametrize(
     ("name", "cure"),
-    [("sft", "megajax train"), ("export", "megajax hf export"), ("download", "nothing is downloaded")],
+    [
+        ("sft", "megajax train"),
+        ("grpo", "GRPO"),
+        ("infer", "write megajax generate"),
+        ("serve", "megajax hf export"),
+        ("perplexity", "write megajax evaluate"),
+        ("convert", "write megajax hf import"),
+        ("merge", "which merges adapters"),
+        ("tokenize", "write megajax preprocess"),
+        ("estimate-memory", "write megajax plan"),
+        ("download", "nothing is downloaded"),
+    ],
 )
 def test_a_command_of_another_project_is_answered_with_ours(name, cure, capsys):
     assert commands.main([name]) == 2

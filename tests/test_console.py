@@ -171,6 +171,12 @@ def test_every_option_for_which_there_are_other_names_is_one_of_a_command(capsys
         ("plan", "llama3_8b --gpus 8 --tp 8", "write mesh.tensor=8"),
         ("plan", "llama3_8b --gpus 8 --sequence-parallel", "sequence parallelism is always on with mesh.tensor"),
         ("plan", "llama3_8b --num-gpus 8", "did you mean --gpus?"),
+        ("plan", "llama3_8b --devices 8", "did you mean --gpus?"),
+        ("hf", "plan folder --gpus 8", "did you mean --devices?"),
+        ("generate", "runs/a --prompt a --load-in-4bit", "--dtype is the format"),
+        ("generate", "runs/a --prompt a --do_sample", "--temperature 0 takes the likeliest token"),
+        ("generate", "runs/a --prompt a --device-map auto", "--mesh divides the model"),
+        ("train", "--cfg a.yaml", "write the name of the config alone"),
         ("plan", "llama3_8b --gpus 8 --explain tp=2", "--explain=tp=2: tp is no axis of a mesh: did you mean tensor?"),
         (
             "generate",
