@@ -139,16 +139,24 @@ def growth(width, base, **optimizer):
     return float(change.mean()), float(abs(before).mean())
 
 
-@pytest.mark.parametrize("scale", ["match_adamw", "spectral"])
-def test_rates_with_mup_are_those_of_its_table(scale):
-    """m = 4; Muon updates the matrices of the layers, AdamW the others (docs/optimizers.md)."""
-    model = LLAMA | {"hidden_size": 64, "mup_base_width": 16}
-    program = build(make(model=model, optimizer={"kind": "muon", "muon": {"scale": scale, "adamw_rate": 1.0}}))
+OF_MATRICES = {  # settings of the optimizer and, by m, the rate of the layers' matrices (docs/optimizers.md)
+    "adamw": ({"kind": "adamw"}, lambda m: 1 / m),
+    "lion": ({"kind": "lion"}, lambda m: 1 / m),
+    "muon": ({"kind": "muon", "muon": {"scale": "match_adamw", "adamw_rate": 1.0}}, lambda m: m**-0.5),
+    "spectral": ({"kind": "muon", "muon": {"scale": "spectral", "adamw_rate": 1.0}}, lambda m: 1.0),
+}
+
+
+@pytest.mark.parametrize("kind", OF_MATRICES)
+@pytest.mark.parametrize(("base", "m"), [(16, 4.0), (128, 0.5)], ids=["wider", "narrower"])
+def test_rates_with_mup_are_those_of_its_table(kind, base, m):
+    """Those of a proxy that is narrower than the tuned model are larger. AdamW updates what Muon does not."""
+    optimizer, of_matrices = OF_MATRICES[kind]
+    program = build(make(model=LLAMA | {"hidden_size": 64, "mup_base_width": base}, optimizer=optimizer))
     found = rates(program.plan, program.plan.declared, program.update.slots)
-    of_matrices = {"match_adamw": 4**-0.5, "spectral": 1.0}[scale]
     for name, rate in found.items():
         norm, matrix = "norm" in name or name.startswith("embedding"), name.startswith("blocks.")
-        assert rate == (1.0 if norm else of_matrices if matrix else 1 / 4), name
+        assert rate == (1.0 if norm else of_matrices(m) if matrix else 1 / m), name
 
 
 def test_a_group_multiplies_muons_rate_of_the_parameters_that_it_leaves_to_adamw():
@@ -176,16 +184,17 @@ def test_the_size_of_muons_updates_is_that_of_its_scale(scale, factors):
         assert np.linalg.norm(found[f"blocks.dense.mlp.{name}"]) == pytest.approx(factor * 32**0.5, rel=0.02)
 
 
-def test_the_initial_std_with_mup_is_that_of_its_table():
-    """m = 4: 1/m of head and routers, 1/√m of the matrices of layers."""
+@pytest.mark.parametrize(("base", "m"), [(16, 4.0), (256, 0.25)], ids=["wider", "narrower"])
+def test_the_initial_std_with_mup_is_that_of_its_table(base, m):
+    """1/m of head and routers, 1/√m of the matrices of layers."""
     found = {}
-    for base in (None, 16):
-        model = MIXTRAL | {"hidden_size": 64, "mup_base_width": base}
+    for width in (None, base):
+        model = MIXTRAL | {"hidden_size": 64, "mup_base_width": width}
         declared = parameters(Transformer(make(model=model).model))
-        found[base] = {name: parameter.scale for name, parameter in declared.items()}
-    for name, scale in found[16].items():
+        found[width] = {name: parameter.scale for name, parameter in declared.items()}
+    for name, scale in found[base].items():
         output, matrix = name == "head" or name.endswith("router"), name.startswith("blocks.") and "norm" not in name
-        assert scale / found[None][name] == (1 / 4 if output else 1 / 2 if matrix else 1.0), name
+        assert scale / found[None][name] == (1 / m if output else m**-0.5 if matrix else 1.0), name
 
 
 @pytest.mark.long
