@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megajax.errors import ConfigError
-from megajax.ops import apply_rope, rope_attention_factor, rope_frequencies
+from megajax.ops import apply_rope, rope_attention_factor, rope_frequencies, section_axes
 
 LLAMA3 = {"kind": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_positions": 8192}
@@ -142,3 +142,15 @@ def test_yarns_ramp_ends_at_the_last_of_the_rotated_numbers():
     divided = np.arange(4) / 7  # from 0 to 7
     expected = 100 ** (-np.arange(4) / 4) * (1 - divided + divided / 4)
     np.testing.assert_allclose(rope_frequencies(8, 100.0, scaling=scaling | {"truncate": True}), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("sections", [(24, 20, 20), (16, 24, 24), (2, 1, 1)], ids=str)
+def test_the_pairs_of_each_axis_are_those_of_qwen(sections):
+    """Qwen2-VL's `torch.split`; Qwen3-VL writes the pairs of rows and columns over those of the time."""
+    bounds = np.cumsum((0, *sections))
+    by_section, interleaved = np.empty(bounds[-1], int), np.zeros(bounds[-1], int)
+    for axis in range(3):
+        by_section[bounds[axis] : bounds[axis + 1]] = axis
+        interleaved[axis : 3 * sections[axis] : 3] = axis
+    assert section_axes(sections) == tuple(by_section)
+    assert section_axes(sections, interleaved=True) == tuple(interleaved)
