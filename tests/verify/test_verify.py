@@ -414,6 +414,12 @@ def test_documents_stay_as_separate_as_they_are(reset):
     small, _ = shrink(Config.model_validate(LARGE | {"data": data}), [SIZES], 2)
     assert {key: getattr(small.data, key) for key in settings} == settings
     assert (small.data.synthetic_documents is None) == (not any(reset))
+    first, counted = next(batches(small, 0)), np.arange(small.batch.sequence_length)
+    for row, positions in enumerate(first["positions"]):
+        if all(reset):
+            ids = first["segment_ids"][row]
+            counted = np.concatenate([np.arange((ids == each).sum()) for each in np.unique(ids)])
+        np.testing.assert_array_equal(positions, counted)
 
 
 @pytest.mark.parametrize(("packing", "is_packed"), [("none", False), ("sequential", True), (None, True)])
