@@ -74,18 +74,22 @@ WRITERS = {
 }
 
 
+STOPS = [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt("^C"), ValueError("no such character")]
+
+
+@pytest.mark.parametrize("error", STOPS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("writer", WRITERS)
-def test_a_writer_that_stops_leaves_the_old_files(run, monkeypatch, writer):
+def test_a_writer_that_stops_leaves_the_old_files(run, monkeypatch, writer, error):
     def contents():
         return {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
     def stop(file):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise error
 
     before = contents()
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", stop)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(type(error), match=re.escape(str(error))):
             WRITERS[writer](run)
     assert contents() == before
     WRITERS[writer](run)
