@@ -21,8 +21,6 @@ from fsspec.registry import _registry
 from megajax import launch
 from megajax.config import load_config
 from megajax.errors import ConfigError, InputError
-from megajax.files import LOCK
-from megajax.restart_sign import restarting_since
 from megajax.training.local_saves import RUN_ID, tier_name
 
 CONFIG = """
@@ -140,18 +138,6 @@ def test_a_run_is_restarting_until_a_process_has_the_lock(run, config):
     sees_the_sign = f"import os; raise SystemExit(0 if os.path.exists({str(sign)!r}) else 2)"
     assert run(sees_the_sign)[0] == 2
     assert run(4, sees_the_sign)[:2] == (0, 2) and not sign.exists()
-
-
-def test_a_sign_counts_until_a_process_has_the_lock(tmp_path):
-    assert restarting_since(tmp_path) is None
-    sign, lock = tmp_path / "restarting", tmp_path / LOCK
-    sign.touch()
-    os.utime(sign, (5, 5))
-    assert restarting_since(tmp_path) == 5
-    lock.touch()
-    for touched, expected in ((4, 5), (5, None), (6, None)):
-        os.utime(lock, (touched, touched))
-        assert restarting_since(tmp_path) == expected
 
 
 def test_a_run_is_restarting_though_its_other_processes_have_not_ended_yet(run, config, tmp_path):

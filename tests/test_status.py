@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megajax.files import LOCK
+from megajax.restart_sign import RestartSign, restarting_since
 from megajax.status import line, lines, main
 
 
@@ -94,6 +96,31 @@ def test_a_run_whose_launcher_starts_it_again_is_restarting_until_a_process_has_
     (Path(run, "lock")).unlink()
     assert main([run]) == 0
     assert capsys.readouterr().out.split()[1] == "ended"  # the launcher was killed too
+
+
+def test_a_sign_counts_until_a_process_has_the_lock(tmp_path):
+    assert restarting_since(tmp_path) is None
+    sign, lock = tmp_path / "restarting", tmp_path / LOCK
+    sign.touch()
+    os.utime(sign, (5, 5))
+    assert restarting_since(tmp_path) == 5
+    lock.touch()
+    for touched, expected in ((4, 5), (5, None), (6, None)):
+        os.utime(lock, (touched, touched))
+        assert restarting_since(tmp_path) == expected
+
+
+@pytest.mark.parametrize("lock_at", [4, 6])
+@pytest.mark.parametrize("sign_at", [None, 5])
+def test_a_sign_is_renewed_only_while_it_counts(tmp_path, sign_at, lock_at):
+    """Not before the first restart, and not while a process trains, of which status would say that it restarts."""
+    for name, touched in (("restarting", sign_at), (LOCK, lock_at)):
+        if touched is not None:
+            (tmp_path / name).touch()
+            os.utime(tmp_path / name, (touched, touched))
+    RestartSign(str(tmp_path)).renew()
+    since = restarting_since(tmp_path)
+    assert since is not None and since > 6 if sign_at == 5 and lock_at == 4 else since is None
 
 
 def test_a_path_can_be_pasted_into_a_shell(make, capsys):
