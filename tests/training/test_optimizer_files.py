@@ -125,6 +125,8 @@ def test_buffers_have_two_files_or_as_many_gib_as_are_set(make_config, tmp_path)
         settings = ("optimizer.offload=1", f"optimizer.offload_dir={tmp_path}", f"optimizer.offload_buffers={buffers}")
         program = TrainProgram.build(make_config(*settings), build_mesh({}, jax.devices()[:1]))
         assert program.streamed.memory == expected(program.streamed)
+    assert len(program.streamed.files.sizes) > len(program.streamed.stored)  # arrays in several chunks
+    assert program.streamed.bytes == program.streamed.files.files[0].size
 
 
 @pytest.mark.parametrize(
