@@ -275,3 +275,53 @@ def test_peft_has_each_layer_of_a_model_with_dense_and_moe_layers_once(tmp_path,
     weights["objective.other"] = weights.pop("objective.score")
     with pytest.warns(UserWarning, match="has parameters of objective.kind=.* are not written: .*megajax.load_weights"):
         adapters.export_adapters(tmp_path / "run", 1, config, tmp_path / "without_head")
+
+
+# Of each module of a layer the weights here, in the order of its outputs, and the factor of each in transformers.
+MAMBA = ("mamba2.gate", "mamba2.value", "mamba2.key", "mamba2.query")
+ATTENTION = {f"{own[0]}_proj": {f"attention.{own}": 1.0} for own in ("query", "key", "value")}
+WITH_MULTIPLIERS = {
+    "tiny_granite_dense": ATTENTION
+    | {"in_proj": dict.fromkeys(MAMBA, 1.0), "input_linear": {"mlp.gate": 1.0, "mlp.up": 1.0}}
+    | {"o_proj": {"attention.output": 0.375}, "out_proj": {"mamba2.output": 0.375}}
+    | {"output_linear": {"mlp.down": 0.375}},
+    "tiny_falcon_h1": {
+        "q_proj": {"attention.query": 0.75},
+        "k_proj": {"attention.key": 0.75 * 0.5},
+        "v_proj": {"attention.value": 0.75},
+        "o_proj": {"attention.output": 1.5},
+        "in_proj": {own: 1.25 * factor for own, factor in zip(MAMBA, (0.5, 1.5, 0.75, 1.25), strict=True)},
+        "out_proj": {"mamba2.output": 0.375},
+        "gate_proj": {"mlp.gate": 0.75},
+        "up_proj": {"mlp.up": 1.0},
+        "down_proj": {"mlp.down": 0.625},
+    },
+}
+
+
+@pytest.mark.parametrize("name", WITH_MULTIPLIERS)
+def test_with_multipliers_peft_adds_what_the_run_adds(tmp_path, monkeypatch, name):
+    """The weights here contain the multipliers; transformers applies them to what PEFT adds too."""
+    with zipfile.ZipFile(FILES / f"{name}.zip") as archive:
+        archive.extractall(tmp_path / "base")
+    config = make_config(tmp_path / "base", tmp_path / "run", "tiny_llama", "lora.targets=null")
+    rng, declared = np.random.default_rng(0), parameters(Transformer(config.model, config.lora))
+    weights = {n: rng.normal(size=p.shape).astype(np.float32) for n, p in declared.items() if is_adapter(n)}
+    monkeypatch.setattr(adapters, "open_weights", lambda path: weights)
+    adapters.export_adapters(tmp_path / "run", 1, config, tmp_path / "peft")
+    peft = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    seen = set[str]()
+    for kind, layers in block_layers(config.model).items():
+        for row, layer in enumerate(layers):
+            for module, parts in WITH_MULTIPLIERS[name].items():
+                own = {part: [weights.get(f"blocks.{kind}.{part}_lora_{end}") for end in "ab"] for part in parts}
+                if any(a is None for a, _ in own.values()):
+                    continue
+                [key] = [key for key in peft if f".{layer}." in key and key.endswith(f".{module}.lora_A.weight")]
+                added = (peft[key.replace("lora_A", "lora_B")] @ peft[key]).T  # [in, out]
+                expected = [a[row].reshape(-1, 2) @ b[row].reshape(2, -1) / parts[part] for part, (a, b) in own.items()]
+                expected = np.concatenate(expected, axis=1)
+                np.testing.assert_allclose(added[:, : expected.shape[1]], expected, rtol=1e-4, atol=1e-5, err_msg=key)
+                assert not added[:, expected.shape[1] :].any()  # steps of Mamba have no adapters
+                seen |= {key, key.replace("lora_A", "lora_B")}
+    assert seen == peft.keys()
