@@ -107,15 +107,15 @@ def run(config, devices, capfd):
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_a_local_checkpoint_is_progress(config, tmp_path, run, local):
-    section = config.checkpoint.model_copy(update={"local_dir": str(tmp_path / "fast") if local else None})
-    run_dir = Path(config.run.dir)
-    (run_dir / "checkpoints/4").mkdir(parents=True)
-    (run_dir / RUN_ID).write_text("abc")
-    for step in ("6", "8.partial"):
-        (tmp_path / "fast" / tier_name(run_dir, "abc") / "process-0" / step).mkdir(parents=True)
-    (tmp_path / "fast" / tier_name(run_dir, "another") / "process-0" / "9").mkdir(parents=True)
-    errors = run(4, 0, config=config.model_copy(update={"checkpoint": section}))[2]
+def test_a_local_checkpoint_is_progress(config, tmp_path, run, local, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    section = config.checkpoint.model_copy(update={"local_dir": "fast" if local else None})
+    own = {"checkpoint": section, "run": config.run.model_copy(update={"dir": "run"})}
+    (tmp_path / "run/checkpoints/4").mkdir(parents=True)
+    (tmp_path / "run" / RUN_ID).write_text("abc")
+    for run_id, step in (("abc", "6"), ("abc", "8.partial"), ("another", "9")):
+        (tmp_path / "fast" / tier_name(tmp_path / "run", run_id) / "process-0" / step).mkdir(parents=True)
+    errors = run(4, 0, config=config.model_copy(update=own))[2]
     assert f"the newest checkpoint is of step {6 if local else 4}\n" in errors
 
 
