@@ -191,16 +191,20 @@ def test_three_steps_equal_plain_numpy(make_program, gpt_gradients, kind, clip):
             weights[name] = found  # each step on its own: small differences do not add up
 
 
-def test_without_a_first_mean_the_slow_ones_half_life_rises_from_zero(make_program):
-    settings = "optimizer={kind: ademamix, beta1: 0, beta2: 0.9, ademamix: {beta3: 0.95, alpha: 4, warmup_steps: 3}}"
-    optimizer = Ademamix(make_program(settings).plan).transformation()
+@pytest.mark.parametrize(("warmup", "length"), [("3", 3), ("null", 6), ("0", 1)])
+def test_without_a_first_mean_the_slow_ones_half_life_rises_from_zero(make_program, warmup, length):
+    """Over the steps of the run if no number of them is set; 0 has all of alpha and beta3 from the first step on."""
+    slow_mean = f"{{beta3: 0.95, alpha: 4, warmup_steps: {warmup}}}"
+    settings = f"optimizer={{kind: ademamix, beta1: 0, beta2: 0.9, ademamix: {slow_mean}}}"
+    optimizer = Ademamix(make_program(settings, "run.steps=6").plan).transformation()
     one = {"w": np.float32(1)}
     state, slow = optimizer.init(one), 0.0
     for t in (1, 2, 3):
-        beta3 = 0.95 ** (3 / t)  # a half-life of t / 3 of the last one
+        share = min(t / length, 1)
+        beta3 = 0.95 ** (1 / share)  # a half-life of this share of the last one
         slow = beta3 * slow + (1 - beta3)
         found, state = optimizer.update(one, state)
-        assert float(found["w"]) == pytest.approx(1 + t / 3 * 4 * slow, rel=1e-5)
+        assert float(found["w"]) == pytest.approx(1 + share * 4 * slow, rel=1e-5)
 
 
 @pytest.mark.parametrize("compute", [pytest.param("bfloat16", marks=pytest.mark.smoke), "float16"])
