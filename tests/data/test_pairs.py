@@ -157,15 +157,18 @@ def test_a_pair_is_left_out_as_a_whole(tmp_path, too_long, kept):
         ({"prompt": turns("a"), "chosen": "b c", "rejected": "b d"}, ["that are text", "'role': 'user'", "one form"]),
         ({"question": "a", "chosen": "b", "rejected": "c"}, ["same prompt", 'under "prompt", as text']),
         ({"chosen": turns("a", "b", "c", "d"), "rejected": turns("a", "b", "e", "d")}, ["same prompt", "list"]),
+        # Both ask once more, or one of them does where the other one answers
         *(
             (
                 {
-                    name: [*turns("a", "b"), {"role": role, "content": name}, *turns("x", "d")[1:]]
+                    name: [*turns("a", "b"), {"role": role if name in asking else "assistant", "content": name}]
+                    + turns("x", "d")[1:]
                     for name in ("chosen", "rejected")
                 },
                 ["same prompt", "list"],
             )
             for role in ("system", "developer", "user")
+            for asking in ("chosen rejected", "chosen", "rejected")
         ),
         (
             {"prompt": {"role": "user"}, "chosen": turns("a", "b"), "rejected": turns("a", "c")},
