@@ -74,6 +74,24 @@ def test_rates_say_whether_they_were_measured(tmp_path):
         assert rates.with_links(None, 200).network_bytes == 0.8 * 25e9  # of 200 Gbit/s of a card
 
 
+@pytest.mark.parametrize(
+    ("device", "gbs"),
+    [
+        # A card has 40 GB/s of its 400 Gbit/s; the links of a GPU have 350 GB/s, less of an older NVLink, or PCIe's 25
+        ("h200", [320, 160, 80, 40, 40]),
+        ("h100", [320, 160, 80, 40, 40]),
+        ("b200", [320, 160, 80, 40, 40]),
+        ("a100", [350 * 600 / 900, 160, 80, 40, 40]),
+        ("l40s", [25] * 5),
+    ],
+)
+def test_a_group_on_several_hosts_uses_the_cards_of_its_gpus_as_far_as_their_links_carry_it(device, gbs):
+    """Of GPUs that are 1, 2, 4, 8 and 16 apart in hosts of 8; within a host the link alone counts."""
+    rates, strides = SCALED[device], (1, 2, 4, 8, 16)
+    assert [rates.group_bytes(True, stride) / 1e9 for stride in strides] == pytest.approx(gbs)
+    assert [rates.group_bytes(False, stride) for stride in strides] == [rates.link_bytes] * 5
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_peak_is_that_of_the_data_sheet_for_mfu_and_for_the_planner(device):
     """Dense BF16, which NVIDIA's data sheets give beside twice as much with sparsity."""
