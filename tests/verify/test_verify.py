@@ -474,6 +474,16 @@ def test_the_worst_array_is_the_one_furthest_beyond_its_own_limit():
     assert found.worst("gradient") == "a" and found.first.startswith("the gradient of a differs by 1.0e-05")
 
 
+@pytest.mark.parametrize("nan", range(3))
+def test_a_difference_that_is_no_number_is_the_worst(nan):
+    """Wherever it is among the others, which its line and the sentence would name without it."""
+    names, values = ("first", "second", "third"), [0.2, 0.3, 0.4]
+    values[nan] = float("nan")
+    found = RunDifference({"update": dict(zip(names, values, strict=True))}, {"update": dict.fromkeys(names, 0.1)}, ())
+    assert found.worst("update") == names[nan]
+    assert found.first is not None and f"most that of {names[nan]}, by nan" in found.first
+
+
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
