@@ -18,7 +18,7 @@ from megajax.tools.plan.candidates import Candidate
 from megajax.tools.plan.rates import H200
 from megajax.tools.profile import hlo, parts, timeline, trace
 from megajax.tools.profile.prediction import joined, predict
-from megajax.tools.profile.report import CURES, device_lines, largest_gap, notes, table
+from megajax.tools.profile.report import CURES, device_lines, largest_gap, notes, schedule_of, table
 
 MODULE = (Path(__file__).parents[1] / "data/small_step.hlo").read_text()
 STEP, STEPS = "jit__train_step", 2
@@ -254,6 +254,29 @@ def test_with_one_operation_a_tick_the_bubble_is_a_part_of_the_waits_for_other_s
     assert timeline.without_bubble(few, schedule) == pytest.approx(
         few | {"collectives over pipeline": 0.0, "pipeline bubble": 15.0}
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "waits", "bubble"),
+    [
+        ([], 5.0, 20.0),  # one operation a tick, as above
+        (["remat.policy=full"], 25.0, 16.0),  # in lockstep a fifth of the layers' rows
+        (["pipeline.virtual_stages=2"], 25.0, 80 / 9),
+        (["pipeline.schedule=gpipe"], 25.0, 16.0),
+        (["pipeline.schedule=zero_bubble"], 25.0, 80 * 2 / 14),
+        (["mesh.pipeline=1"], 25.0, 0.0),
+    ],
+)
+def test_the_bubble_of_a_trace_is_that_of_the_schedule_that_its_run_has(overrides, waits, bubble):
+    """Two stages, four microbatches: idle for the time of 1 beside them; with virtual stages 1 / 2, deferred 2 / 3."""
+    common = ["mesh.pipeline=2", "mesh.data=-1", "batch.num_microbatches=4", *overrides]
+    config = load_config("llama3_8b_l16_pipeline", common)
+    traced = trace.Trace(config, {}, "", {}, STEPS, 2, "NVIDIA H200")
+    rows = {"matmuls": 60.0, "attention": 20.0, "collectives over pipeline": 25.0}
+    found = timeline.without_bubble(rows, schedule_of(traced, check_mesh(config, 2)))
+    assert found.get("pipeline bubble", 0.0) == pytest.approx(bubble)
+    assert found["collectives over pipeline"] == pytest.approx(waits)
+    assert sum(found.values()) == pytest.approx(105)
 
 
 def test_the_parts_have_rooflines_and_a_call_of_several_kernels_counts_once(kernels, reading):
