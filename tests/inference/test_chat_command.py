@@ -45,8 +45,8 @@ def answer(folder):
 def talk(folder, monkeypatch, capsys):
     """(bytes of stdin, options...) → (exit status, stdout, stderr)."""
 
-    def talk(said: bytes, *options: str):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(said)))
+    def talk(said: bytes, *options: str, stdin: type[io.TextIOWrapper] = io.TextIOWrapper):
+        monkeypatch.setattr(sys, "stdin", stdin(io.BytesIO(said)))
         try:
             status = chat.main([str(folder), *GREEDY, *options])
         except SystemExit as stopped:
@@ -109,6 +109,26 @@ def test_ctrl_c_stops_an_answer_and_keeps_its_text(talk, answer):
     assert 0 < len(stopped) < 40
     expected = answer(f"u helloéa {stopped}éu goéa ")
     assert after.startswith(expected)
+
+
+class Keyboard(io.TextIOWrapper):
+    """A terminal whose user types Ctrl-C after each line that ends with ^C."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def readline(self, *size) -> str:
+        line = super().readline(*size)
+        if line.endswith("^C\n"):
+            raise KeyboardInterrupt
+        return line
+
+
+def test_ctrl_c_gives_up_a_message_with_the_lines_that_it_continues(talk, answer):
+    status, out, _ = talk(b"hello\\\nyou^C\ngo\n", stdin=Keyboard)
+    expected = answer("u goéa ")
+    assert expected != answer("u hello\ngoéa ")
+    assert (status, out) == (0, f"> … \n> {expected}\n> \n")
 
 
 @pytest.mark.long
