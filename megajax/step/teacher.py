@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.model.sublayer import normalise, scale_head
+from megajax.ops.barriers import not_merged
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.sharding import below
 from megajax.step.embedding import Embedding
@@ -69,8 +70,9 @@ class Base(Teacher):
         self.stack = LayerStack(layers.NAME, plan, layers.comm, layers.blocks, layers.weights.weights, False)
 
     def own_arrays(self, arrays: StepArrays) -> StepArrays:
-        name = self.stack.NAME
-        return StepArrays(arrays.table, {name: without_adapters(arrays.stacks[name])})
+        # Else XLA would merge its gathers with those of the model's pass, and keep the weights of all layers until then
+        base = not_merged(without_adapters(arrays.stacks[self.stack.NAME]))
+        return StepArrays(arrays.table, {self.stack.NAME: base})
 
 
 class TeacherHead:

@@ -1,5 +1,6 @@
 """Distillation from a frozen teacher of another size, against `jax.grad` of the plain models with unchunked heads."""
 
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -116,9 +117,18 @@ def test_the_base_of_adapters_is_a_teacher_without_weights_of_its_own(table):
 
     with jax.default_matmul_precision("highest"):
         total, gradients = jax.jit(jax.value_and_grad(loss))({name: weights[name] for name in low_rank})
-    evaluated, number = program.eval_step(state.weights, state.layer_state, batch)
-    assert float(evaluated["loss"] / number) == pytest.approx(float(total), rel=table.PLAIN_VALUE)
+    sums, number = program.eval_step(state.weights, state.layer_state, batch)
+    assert float(sums["loss"] / number) == pytest.approx(float(total), rel=table.PLAIN_VALUE)
     table.check_first_step(program, state, batch, float(total), gradients)
+
+
+def test_weights_of_the_base_are_gathered_once_more_and_not_kept_until_the_models_pass(table):
+    one = TINY | {"num_layers": 1, "block_pattern": ["mlp"]}
+    config = with_base(table, {"fsdp": 2}, model=one, microbatches=1, kernels={"scan_unroll": 1})
+    program = TrainProgram.build(config, build_mesh(check_mesh(config, 2), jax.devices()[:2]))
+    state = program.abstract_state
+    text = program.eval_step.lower(state.weights, state.layer_state, program.abstract_batch).compile().as_text()
+    assert len(re.findall(r"f32\[24,16\]\S* all-gather\(", text)) == 2
 
 
 def test_a_teacher_draws_nothing(table):
