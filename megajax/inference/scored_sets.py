@@ -56,8 +56,12 @@ def open_set(path: str, model: LanguageModel, reading: SetFormat) -> DataSet:
     if not files and not path.endswith(SUFFIXES) and not has_magic(path):
         return DataSet(_token_documents(path, model), "all tokens")
     check_inputs(files := files or [path])
-    if reading.json_key is None and (is_shard(files[0]) or is_chat(_first_record(files))):
+    first = None if reading.json_key or is_shard(files[0]) else _first_record(files)
+    if reading.json_key is None and (is_shard(files[0]) or is_chat(first)):
         return DataSet(_chats(files, model, reading), "answers")
+    if is_pair(first):
+        problem = f"--data={path} has pairs (chosen, rejected), which only a run with data.packing=pairs evaluates"
+        raise InputError(f"{problem}: give such a run, or the key of one of the texts, --json-key=chosen.")
     return DataSet(_texts(files, model, reading.json_key or "text"), "all tokens")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from megajax.config import Config, MeshConfig
+from megajax.config import Config, MeshConfig, ModelConfig
 from megajax.config.checks import check_mesh
 from megajax.data.loader import open_split
 from megajax.data.whole import WholeSet
@@ -123,14 +123,14 @@ def _config(
     weights = str(source.checkpoint) if config.lora.rank is None else resolved(config.checkpoint.init_from)
     fp8 = config.precision.fp8.model_copy(update={"recipe": NONE.name})
     precision = {"compute": dtype or config.precision.compute, "fp8": fp8}
-    router = config.model.router.model_copy(update={"capacity_factor": None})
+    of_teacher = {"source": resolved(config.teacher.source), "model": _uncapped(config.teacher.model)}
     changes = {
         "run": config.run.model_copy(update={"eval_steps": "all"}),
         "data": data.model_copy(update=of_data),
-        "model": config.model.model_copy(update={"router": router}),
+        "model": _uncapped(config.model),
         "precision": config.precision.model_copy(update=precision),
-        "checkpoint": CheckpointConfig(init_from=weights),
-        "teacher": config.teacher.model_copy(update={"source": resolved(config.teacher.source)}),
+        "checkpoint": CheckpointConfig(init_from=weights, allow_changes=config.checkpoint.allow_changes),
+        "teacher": config.teacher.model_copy(update=of_teacher),
         "optimizer": OptimizerConfig(kind="sgd"),
         "pipeline": PipelineConfig(),
         "remat": RematConfig(),
@@ -138,6 +138,13 @@ def _config(
         "kernels": KernelsConfig(),
     }
     return config.model_copy(update=changes)
+
+
+def _uncapped[Model: ModelConfig | None](model: Model) -> Model:
+    """A model whose experts drop no tokens: how many they would depends on the size of a batch."""
+    if model is None:
+        return model
+    return model.model_copy(update={"router": model.router.model_copy(update={"capacity_factor": None})})
 
 
 def _on_mesh(config: Config, mesh: Mesh, together: int, most: int) -> Config:

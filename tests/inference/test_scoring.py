@@ -304,6 +304,9 @@ def test_what_lines_are_is_decided_by_the_first(chats, tmp_path):
     """A chat that has a text too is a chat, unless the key of the text is given; --limit counts chats."""
     directory, _, expected = chats
     model = megajax.from_hf(directory / "64")
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}')
+    with pytest.raises(InputError, match=r"pairs.jsonl has pairs .*data.packing=pairs.*--json-key=chosen"):
+        evaluate.evaluate(model, str(tmp_path / "pairs.jsonl"))
     path = tmp_path / "both.jsonl"
     path.write_text("".join(json.dumps({"text": "abc"} | line) + "\n" for line, _, _ in CHATS) + '{"text": "abc"}\n')
     one = evaluate.evaluate(model, str(path), limit=1)
