@@ -94,8 +94,8 @@ class Graph:
         teachers = _teachers(plan, layers)
         nodes = (*first, *second, *teachers, embedding, layers), (*terminal,)
         before = tuple(each.stack for each in second if each.is_trained)
-        shared = *before, *(each.stack for each in teachers if isinstance(each, Base))  # gathered with others
-        frozen = tuple(each.stack for each in (*teachers, *second) if each.stack not in shared)
+        others = *before, *(each.stack for each in teachers if isinstance(each, Base))  # gathered already
+        frozen = tuple(each.stack for each in (*teachers, *second) if each.stack not in others)
         stacks = layers, *before, *(node.stack for node in modules)
         return cls(plan, comm, table, *nodes, layers, stacks, frozen, before)
 

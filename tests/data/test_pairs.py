@@ -235,6 +235,7 @@ def start(tmp_path_factory) -> str:
     return str(folder / "run")
 
 
+@pytest.mark.filterwarnings("ignore:.*let through by checkpoint.allow_changes")
 @pytest.mark.parametrize("lora", [None, 2])
 def test_dpo_trains_on_pairs_from_log_2_on_and_evaluates_them(tmp_path, capsys, lora, start):
     """With adapters their base is the reference, without a second copy. An allowed change is one in all commands."""
