@@ -56,7 +56,7 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
 
         weights = {stack.NAME: gather_stack(stack, amax) for stack, amax in zip(stacks, weight_amax, strict=True)}
         weights |= {stack.NAME: stack.weights.gather_per_step(params, {}, {}) for stack in graph.frozen}
-        counts, (batch, of_layout) = graph.counts(batch), graph.add_derived_fields(batch)
+        counts, (batch, of_layout) = graph.divisors(batch), graph.add_derived_fields(batch)
         batch = graph.add_factors(batch, counts)
         tokens, layer_loss_scale, key = counts["loss"], graph.layer_loss_scale(loss_scale), graph.random_key(step)
         factors = {node.NAME: node.loss_factor(loss_scale, counts) for node in graph.terminal}
@@ -93,7 +93,7 @@ def gradient_function(graph: Graph, mesh: Mesh) -> Callable:
 
 
 def loss_function(graph: Graph, mesh: Mesh) -> Callable:
-    """(parameters, layer state, batch) → (sums of the loss and of the objective's METRICS by name, their divisor).
+    """(parameters, layer state, batch) → (sums of the loss and of the objective's METRICS by name, what they count).
 
     Forward pass only, without dropout and jitter.
     """

@@ -185,10 +185,14 @@ class Graph:
         return recipe is not None and recipe.is_stochastic
 
     def counts(self, batch: Arrays) -> dict[str, jax.Array]:
-        """By loss the number that its sum is divided by, over all devices and microbatches; 1 if nothing counts."""
+        """By loss what it counts, over all devices and microbatches."""
         copies = self.sizes["tensor"] * self.sizes["pipeline"]  # devices that hold the same tokens
         counts = {name: count / copies for node in self.terminal for name, count in node.counts(batch).items()}
-        return {name: _divisor(count) for name, count in sum_over_all(counts, self.sizes).items()}
+        return sum_over_all(counts, self.sizes)
+
+    def divisors(self, batch: Arrays) -> dict[str, jax.Array]:
+        """By loss the number that its sum is divided by: what it counts, or 1 if nothing counts."""
+        return {name: _divisor(count) for name, count in self.counts(batch).items()}
 
     def add_factors(self, batch: Arrays, counts: Arrays) -> Arrays:
         """The batch with the fields FACTOR, `[M, ...]`, if the step minimises the mean of the microbatches' means.

@@ -80,8 +80,8 @@ def means(
         steps = -(-len(samples) // config.batch.global_size)
     source = batches(program, split, samples)
     for batch in itertools.islice(source, steps):
-        of_batch, divisor = program.eval_step(weights, layer_state, batch)
+        of_batch, counted = program.eval_step(weights, layer_state, batch)
         wait(of_batch["loss"])
-        sums, count = {name: total + of_batch[name] for name, total in sums.items()}, count + divisor
+        sums, count = {name: total + of_batch[name] for name, total in sums.items()}, count + counted
     source.close()  # ends the loader's threads too
     return {name: float(total / count) for name, total in sums.items()}

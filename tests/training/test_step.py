@@ -309,6 +309,8 @@ def test_the_logged_loss_is_the_language_model_loss_alone(make_program):
         state, batch = program.init_state(), random_batch(program, 0)
         sums, tokens = program.eval_step(state.params, {}, batch)
         assert float(tokens) == float(batch["loss_mask"].sum())
+        of_nothing = program.eval_step(state.params, {}, batch | {"loss_mask": jnp.zeros_like(batch["loss_mask"])})
+        assert jax.tree.map(float, of_nothing) == ({"loss": 0}, 0), "a batch that adds nothing to a mean"
         metrics = program.train_step(state, batch)[1]
         assert float(metrics["loss"]) == pytest.approx(float(sums["loss"] / tokens), rel=1e-5)
         losses.append(float(metrics["loss"]))
