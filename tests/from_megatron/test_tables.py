@@ -100,6 +100,12 @@ def test_a_yaml_files_activation_and_groups_are_those_of_its_config(kind, here, 
     assert given_by(tmp_path, {"num_query_groups": None, "group_query_attention": True}) == {}
 
 
+@pytest.mark.parametrize("value", ["squared_relu", ["gelu"], ""])
+def test_an_activation_that_yaml_files_do_not_have_is_refused_with_those_that_they_have(value, tmp_path):
+    with pytest.raises(InputError, match=r"^activation_func: .* is none of swiglu, squaredrelu or gelu \("):
+        given_by(tmp_path, {"activation_func": value})
+
+
 def test_layers_of_the_first_and_the_last_stage_of_a_yaml_file(tmp_path):
     given = given_by(tmp_path, {"num_layers_in_first_pipeline_stage": 5, "num_layers_in_last_pipeline_stage": 6})
     assert given == {"decoder_first_pipeline_num_layers": 5, "decoder_last_pipeline_num_layers": 6}

@@ -265,7 +265,9 @@ def _from_names(flat: dict[str, Any], path: Path) -> Arguments:
         flat = flat | {"group_query_attention": None if flat["num_query_groups"] is None else True}
     for name, value in flat.items():
         value = " ".join(value.split()) if isinstance(value, str) else value
-        if name == "activation_func" and value in ACTIVATIONS:
+        if name == "activation_func" and value is not None:
+            if str(value) not in ACTIVATIONS:
+                raise InputError(f"{name}: {shown(value)} is none of {listed(ACTIVATIONS)} ({path}): correct it.")
             given |= ACTIVATIONS[value]
         elif dest := DESTS.get(str(name)):
             given |= {} if value is None else {dest.dest: _typed(dest, value, path)}

@@ -47,13 +47,13 @@ class Script:
         self.values = Values(str(path), [str(path), *arguments])
         self.lines: list[Line] = []
         self.warnings: list[str] = []
-        self.texts: list[str] = []
+        self.texts: list[str] = []  # of the files, and of `bash -c`
         self.ended = ""  # the location of the `exit` that ended it
         self._absent: str | None = None  # the file that the newest test looked for and that is not here
         self._ran = True  # whether all commands since this was set are known
         self._functions: dict[str, CommandList] = {}
         self._open: list[Path] = []
-        self._steps = 0
+        self._files = self._steps = 0
         self._outer: tuple[str, ...] = ()
         self._file(path)
 
@@ -69,7 +69,7 @@ class Script:
         if path.resolve() in self._open:
             circle = " -> ".join(map(str, [*self._open, path]))
             raise InputError(f"the script sources itself, {shown(circle)} ({self._at}): remove one of these lines.")
-        if len(self.texts) >= MAX_FILES:
+        if self._files == MAX_FILES:
             raise InputError(f"{path} is one of more than {MAX_FILES} sourced files: write the launch line by itself.")
         try:
             text = read_text(path, MAX_BYTES)
@@ -77,6 +77,7 @@ class Script:
             cure = "give a shell script, or the launch line itself"
             raise InputError(f"{shown(path)} cannot be read, {why_unreadable(error)}: {cure}.") from None
         self.texts.append(text)
+        self._files += 1
         outer, line = self.values.file, self.values.line
         self.values.file = str(path)
         self._open.append(path.resolve())
