@@ -246,7 +246,7 @@ def check_attributes(made: type[Any], base: type[Any]) -> None:
             continue
         value, (wanted,) = getattr(made, name), get_args(hint)
         try:
-            TypeAdapter(wanted).validate_python(value, strict=True)
+            TypeAdapter(wanted, config=ConfigDict(strict=True)).validate_python(value)
         except ValidationError as error:
             reason = error.errors(include_url=False)[0]["msg"].removeprefix("Input ")
             place = f"{base.__module__}.{base.__qualname__}"

@@ -1,6 +1,7 @@
 """A kind of block from outside the package, one class and one line, trains on any mesh as on one device."""
 
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from megajax.model.attention import Attention
 from megajax.model.block import Block, dropout_key
 from megajax.model.mlp import MLP
 from megajax.model.moe import MoE
-from megajax.schema.fields import Count, Section
+from megajax.schema.fields import Count, Section, check_attributes
 from megajax.step.graph import ADAPTERS, JITTER
 from megajax.step.nodes import Field, Results
 from megajax.training.batches import to_global
@@ -505,6 +506,10 @@ def test_a_part_is_checked_when_it_is_registered(table):
     class Text(Squared):
         LINEAR = "up"  # without the comma of a tuple
 
+    class Sets(Squared):
+        SUPPORTS, FUSED = {"tensor"}, MappingProxyType({"both": ("up", "down")})
+
+    check_attributes(Sets, Sublayer)
     for parts, kind, sentence in (
         ((Attention, Text), "mine", "Text.LINEAR is 'up', .*tuple: .*Sublayer"),
         ((Attention, Few), "mine", r"Few.apply .*: write apply\(self, w, x, ctx\)"),
