@@ -86,7 +86,7 @@ def checkpoint_folder(run_dir: str | Path) -> Folder:
     path = Path(run_dir) / SUBDIRECTORY
     if not path.is_file():
         return path.resolve()
-    url = read_bytes(path).decode(errors="replace").strip()
+    url = read_bytes(path).decode("utf-8-sig", errors="replace").strip()
     if not is_in_bucket(url):
         known = " or ".join(EXTRA_OF)
         problem = f"{path} is a file without the URL of a bucket ({known}), it holds {shown(url)!r}"

@@ -132,6 +132,7 @@ def deciding_files(spec: str) -> list[Path]:
     return files + [path for name in names if files and (path := files[0].parent / name).is_file()]
 
 
+@file_reader("spec", cure=CURE)
 def shared_tokenizer(spec: str) -> Tokenizer:
     """`load_tokenizer`, once for many sources and evaluations, unless a file of the tokenizer has changed."""
     states = [(path, path.stat()) for path in deciding_files(spec)]

@@ -117,6 +117,11 @@ def test_a_tokenizer_that_changed_under_its_path_is_read_again(config_of):
     vocabulary[names[0]], vocabulary[names[1]] = (vocabulary[name] for name in reversed(names[:2]))
     path.write_text(json.dumps(content))
     assert open_infilling(config).tokens == (*reversed(before.tokens[:2]), before.tokens[2])
+    path = path.with_name("vocab.json")  # GPT-2's, without merges.txt
+    path.write_text(json.dumps(vocabulary))
+    data = config.data.model_copy(update={"tokenizer": str(path)})
+    with pytest.raises(InputError, match="merges.txt cannot be read"):
+        open_infilling(config.model_copy(update={"data": data}))
 
 
 @pytest.mark.smoke
