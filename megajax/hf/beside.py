@@ -24,6 +24,7 @@ from megajax.data.special_tokens import known_end, stop_tokens, stored_ids
 from megajax.data.tokenizers import BESIDE, FILES, Tokenizer, files_in, has_no_file, load_tokenizer, tokenizer_files
 from megajax.errors import file_reader
 from megajax.files import replace_copy
+from megajax.hf.defaults import ALIASES
 
 CONFIG, KEPT_CONFIG, GENERATION = "config.json", "hf_config.json", "generation_config.json"
 TOKENIZER_FILES = (*FILES, *BESIDE)
@@ -122,10 +123,13 @@ def token_names(folder: Path) -> dict[str, str]:
 
 
 def _kept(run_dir: Path) -> dict[str, Any]:
-    """The keys of the config.json that the run started from, without nulls; those of its language model too."""
-    config = read_json(run_dir / KEPT_CONFIG)
+    """The keys of the config.json that the run started from, without nulls; those of its language model too.
+
+    Each has the name that megajax reads.
+    """
+    config, names = read_json(run_dir / KEPT_CONFIG), ALIASES.get(origin(run_dir) or "", {})
     everything = (config.get("text_config") or {}).items(), config.items()
-    return {name: value for part in everything for name, value in part if value is not None}
+    return {names.get(name, name): value for part in everything for name, value in part if value is not None}
 
 
 def _tokenizer(run_dir: Path, config: Config) -> Tokenizer | None:

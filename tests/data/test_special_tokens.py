@@ -342,6 +342,9 @@ def test_a_base_model_tuned_on_chats_stops_where_they_do(tmp_path):
     (tmp_path / "run/generation_config.json").write_text('{"eos_token_id": [261, 258]}\n')
     files, keys, *_ = beside.collect(tmp_path / "run", config)
     assert files["generation_config.json"] == b'{"eos_token_id": [261, 258]}\n'
+    for family, longest in (("llama", "max_position_embeddings"), ("kimi_linear", "model_max_length")):
+        (tmp_path / "run/hf_config.json").write_text(json.dumps({"model_type": family, longest: 9999}))
+        assert beside.collect(tmp_path / "run", config).keys["max_position_embeddings"] == 9999
 
 
 NEWER = {"added_tokens_decoder": {}}
