@@ -92,7 +92,6 @@ def _of_several_keys(config: Config) -> list[Unread]:
     one_pass = config.batch.num_microbatches <= config.communication.microbatches_at_once  # and so no stages
     router = "model.router.expert_bias"
     ungrouped = not model.router.expert_bias and model.router.num_groups == 1
-    unbalanced = model.router.sequence_loss == 0 and model.router.global_loss == 0
     width = model.expert_ffn_hidden_size or model.ffn_hidden_size
     no_mlp = not reads_ffn_width(model)
     fixed = model.vision is not None and model.vision.fixed_grid is not None
@@ -111,7 +110,6 @@ def _of_several_keys(config: Config) -> list[Unread]:
         # The default of an expert's width is read
         Unread(no_mlp and width != model.ffn_hidden_size, "model.expert_ffn_hidden_size", ("model.ffn_hidden_size",)),
         Unread(ungrouped, router, ("model.router.loss_counts",)),
-        Unread(unbalanced and not ungrouped, "model.router.sequence_loss", ("model.router.loss_counts",)),
         Unread(model.router.force_balance, "model.router.force_balance", OF_GROUPS),
         Unread(optimizer.weight_decay == 0, "optimizer.weight_decay", DECAYED),
         Unread(stateless, "optimizer.beta1", ("optimizer.state",)),

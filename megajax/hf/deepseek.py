@@ -130,6 +130,7 @@ class DeepseekV3(DeepseekV2):
         if normalised and chosen == 1:
             raise ValueError("norm_topk_prob=true with num_experts_per_tok=1")
         options: Json = {"score_function": "sigmoid", "normalise": normalised, "expert_bias": True}
+        options["loss_counts"] = "top_scores"
         return options | {"scaling_factor": config["routed_scaling_factor"]} | groups
 
     def read_options(self, config: Json) -> Json:

@@ -61,7 +61,7 @@ class NemotronH(WithoutPositions, Llama):
         }
         if "experts" not in blocks:
             return options
-        router = {"score_function": "sigmoid", "expert_bias": True}
+        router = {"score_function": "sigmoid", "expert_bias": True, "loss_counts": "top_scores"}
         router |= {"normalise": config["norm_topk_prob"], "scaling_factor": config["routed_scaling_factor"]}
         return options | {
             "num_experts": config["n_routed_experts"],

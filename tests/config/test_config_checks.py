@@ -345,7 +345,7 @@ def test_a_key_that_only_experts_read_is_refused_without_any(key):
 
 ALLOWED = [
     "model.head_dim=16",
-    "model.num_experts=8 model.router.num_groups=2 model.router.loss_counts=top_scores model.router.global_loss=0.1",
+    "model.num_experts=8 model.router.num_groups=2 model.router.loss_counts=top_scores",
     "model.layer_pattern=[local,local,global] model.sliding_window=8",
     "model.sliding_window=8",
     "model.rope_fraction=0.25",
@@ -521,12 +521,6 @@ def test_a_setting_without_effect_is_warned_about(override: str):
     with pytest.warns(UserWarning) as caught:
         load_config("x.yaml", [*quiet, *([other] if other else []), override])
     assert [str(item.message) for item in caught] == [expected]
-
-
-def test_what_balancing_losses_count_is_not_read_without_one():
-    router = "model={num_experts: 8, router: {expert_bias: true, loss_counts: top_scores}}"
-    with pytest.warns(UserWarning, match="loss_counts=top_scores has no effect with model.router.sequence_loss=0.0"):
-        load_config("x.yaml", [router])
 
 
 @pytest.mark.parametrize(("packing", "given"), [("first_fit", False), ("none", True)])

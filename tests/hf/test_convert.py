@@ -76,7 +76,8 @@ def read(folder: Path, config: Config) -> dict[str, jax.Array]:
 @pytest.mark.parametrize("name", FOLDERS)
 def test_config_json_describes_the_same_network(unpack, name):
     expected = json.loads(str(stored_weights(name)["model"]))
-    expected.get("router", {}).pop("loss_counts", None)  # how it is trained, which config.json does not say
+    if name == "tiny_deepseek_v3":  # how it is trained, which config.json does not say
+        expected["router"]["loss_counts"] = "top_scores"
     assert config_for(read_model(unpack(name))).model == config_for(expected).model
 
 
