@@ -8,7 +8,7 @@ from megajax.config.rule_checks import check_rules
 from megajax.config.sentences import fail, format_keys, listed, value
 from megajax.errors import ConfigError
 from megajax.layout.kinds import extra_of
-from megajax.options.registered import MASKED_TOKENS, NO_ENCODER, OBJECTIVES, OWN_OBJECTIVES
+from megajax.options.registered import MASKED_TOKENS, NO_ENCODER, OBJECTIVES, OWN_OBJECTIVES, taken_together
 from megajax.schema.config import Config
 
 OBJECTIVE, MODEL, BASE = "objective.kind", "teacher.model", "teacher.base"
@@ -32,7 +32,7 @@ def check_objective(config: Config) -> None:
 
 def _check_rows(config: Config) -> None:
     """Raise ConfigError if the rows of chats are not the segments that the objective takes together."""
-    together, pairs = getattr(OBJECTIVES.get(config.objective.kind), "TOGETHER", None), config.data.reads_pairs
+    together, pairs = taken_together(config.objective.kind), config.data.reads_pairs
     if config.data.kind != "chat" or (together is None and not pairs):
         return
     reads, keys = format_keys(config, OBJECTIVE), ("data.packing", OBJECTIVE)
@@ -61,7 +61,7 @@ def _check_rows(config: Config) -> None:
 def check_teacher(config: Config) -> None:
     """Raise `ConfigError` for a teacher that nobody reads, that is missing, or that cannot run beside the model."""
     registered, base = OBJECTIVES.get(config.objective.kind), config.teacher.base
-    teacher, key = (config.model, BASE) if base else (config.teacher.model, MODEL)
+    teacher, key = config.teacher_model, BASE if base else MODEL
     reads = getattr(registered, "TEACHER", False)
     if teacher is None:
         if reads:

@@ -26,8 +26,7 @@ def data_contents(config: "Config") -> dict[str, Any]:
     """What the files have at this start that the keys `data` name: they may have changed, or lie elsewhere.
 
     The sizes and hashes of token files, texts and chats, of pieces of all but the chats; `stages` has those of each
-    stage. Hashes of the tokenizer, the chat template and what the tokenizer's folder
-    says of pictures.
+    stage. Hashes of the tokenizer, the chat template and what the tokenizer's folder says of pictures.
     """
     data, found = config.data, dict[str, Any]()
     if data.kind in ("indexed", "text", "chat"):

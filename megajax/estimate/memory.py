@@ -54,7 +54,7 @@ def peaks(plan: StepPlan) -> Iterator[MemoryEstimate]:
     if in_pairs := plan.microbatches_at_once > 1:
         plan = plan.with_large_microbatches
     step = _Pipelined(plan) if plan.is_pipelined else _Step(plan, in_pairs)
-    teacher = plan.model if plan.config.teacher.base else plan.config.teacher.model
+    teacher = plan.config.teacher_model
     if plan.second_stack is not None:
         held, microbatch = second_activations(plan, plan.second_stack)
         found = [*step.peaks()]

@@ -117,6 +117,11 @@ def check_dtype(dtype: str) -> None:
         raise InputError(f"dtype={dtype} is not a choice: {choice_cure('checkpoint.export_hf.dtype', dtype, DTYPES)}.")
 
 
+def uncapped(model: ModelConfig) -> ModelConfig:
+    """A model whose experts drop no tokens: how many they would depends on the size of a batch."""
+    return model.model_copy(update={"router": model.router.model_copy(update={"capacity_factor": None})})
+
+
 def for_inference(config: Config, dtype: str, speculate: int) -> Config:
     """The config with this compute dtype and without a capacity of experts: padding would use it up.
 
@@ -127,8 +132,7 @@ def for_inference(config: Config, dtype: str, speculate: int) -> Config:
         cure = f"take the figures of {command('evaluate', 'RUN')}, or of TrainProgram.eval_step"
         raise InputError(f"{problem}, so the model does not generate or score texts: {cure}.")
     check_dtype(dtype)
-    router = config.model.router.model_copy(update={"capacity_factor": None})
-    model = config.model.model_copy(update={"router": router} | ({} if speculate else without_extra()))
+    model = uncapped(config.model).model_copy(update={} if speculate else without_extra())
     fp8 = config.precision.fp8.model_copy(update={"recipe": NONE.name})
     precision = config.precision.model_copy(update={"compute": dtype, "fp8": fp8})
     kernels = config.kernels.model_copy(update=dict.fromkeys(CHOSEN_KERNELS, "auto"))

@@ -27,6 +27,11 @@ def own_metrics(objective: str) -> tuple[str, ...]:
     return getattr(OBJECTIVES.get(objective), "METRICS", ())
 
 
+def taken_together(objective: str) -> int | None:
+    """How many segments have one loss, such as 2 of a pair (`Segment.TOGETHER`); None for an objective of tokens."""
+    return getattr(OBJECTIVES.get(objective), "TOGETHER", None)
+
+
 @dataclass(frozen=True)
 class HookOption:
     """A hook by its name in `run.hooks`."""

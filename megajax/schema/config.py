@@ -293,6 +293,11 @@ class Config(Section):
         return self
 
     @property
+    def teacher_model(self) -> ModelConfig | None:
+        """The teacher's network: the model's own, if the teacher is the base of adapters."""
+        return self.model if self.teacher.base else self.teacher.model
+
+    @property
     def of_teacher(self) -> "Config | None":
         """This config with the teacher in place of the model: in BF16, without adapters.
 

@@ -8,17 +8,17 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from megajax.config import Config, MeshConfig, ModelConfig
+from megajax.config import Config, MeshConfig
 from megajax.config.checks import check_mesh
 from megajax.data.loader import open_split
 from megajax.data.whole import WholeSet
 from megajax.errors import InputError
-from megajax.inference.load import check_dtype
+from megajax.inference.load import check_dtype, uncapped
 from megajax.inference.scored_sets import holds_pairs
 from megajax.inference.scoring import TOKENS_PER_BATCH
 from megajax.mesh import build_mesh, mesh_sizes
 from megajax.options.fp8_recipes import NONE
-from megajax.options.registered import OBJECTIVES, replaces_head
+from megajax.options.registered import replaces_head, taken_together
 from megajax.schema.checkpoint import CheckpointConfig
 from megajax.schema.config import (
     BatchConfig,
@@ -43,8 +43,7 @@ def sets_of_objective(source: RunSource, sets: Mapping[str, str], are_own: bool)
     """
     config = source.config()
     kind, data = config.objective.kind, config.data
-    of_segments = hasattr(OBJECTIVES.get(kind), "TOGETHER")
-    if replaces_head(kind) or (are_own and of_segments):
+    if replaces_head(kind) or (are_own and taken_together(kind)):
         return dict(sets)
     return {name: path for name, path in sets.items() if data.reads_pairs and holds_pairs(path)}
 
@@ -68,7 +67,7 @@ def evaluate_by_objective(
     with tempfile.TemporaryDirectory() as cache:
         config = _config(source, sets, dtype, {**(template_arguments or {})}, cache)
         config._locations = {**config._locations, **(locations or {})}
-        together = getattr(OBJECTIVES.get(config.objective.kind), "TOGETHER", 1)
+        together = taken_together(config.objective.kind) or 1
         opened = {name: _opened(config, name, None if limit is None else limit * together) for name in sets}
         config = _on_mesh(config, mesh, together, max(map(len, opened.values())))
         program = TrainProgram.build(config, mesh)
@@ -123,11 +122,12 @@ def _config(
     weights = str(source.checkpoint) if config.lora.rank is None else resolved(config.checkpoint.init_from)
     fp8 = config.precision.fp8.model_copy(update={"recipe": NONE.name})
     precision = {"compute": dtype or config.precision.compute, "fp8": fp8}
-    of_teacher = {"source": resolved(config.teacher.source), "model": _uncapped(config.teacher.model)}
+    teacher = config.teacher.model
+    of_teacher = {"source": resolved(config.teacher.source), "model": teacher and uncapped(teacher)}
     changes = {
         "run": config.run.model_copy(update={"eval_steps": "all"}),
         "data": data.model_copy(update=of_data),
-        "model": _uncapped(config.model),
+        "model": uncapped(config.model),
         "precision": config.precision.model_copy(update=precision),
         "checkpoint": CheckpointConfig(init_from=weights, allow_changes=config.checkpoint.allow_changes),
         "teacher": config.teacher.model_copy(update=of_teacher),
@@ -138,13 +138,6 @@ def _config(
         "kernels": KernelsConfig(),
     }
     return config.model_copy(update=changes)
-
-
-def _uncapped[Model: ModelConfig | None](model: Model) -> Model:
-    """A model whose experts drop no tokens: how many they would depends on the size of a batch."""
-    if model is None:
-        return model
-    return model.model_copy(update={"router": model.router.model_copy(update={"capacity_factor": None})})
 
 
 def _on_mesh(config: Config, mesh: Mesh, together: int, most: int) -> Config:

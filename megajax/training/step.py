@@ -289,7 +289,7 @@ class TrainProgram:
 
     @cached_property
     def eval_step(self) -> Callable:
-        """Jitted (`TrainState.weights`, layer state, batch) → (sums by name, their divisor): see `loss_function`."""
+        """Jitted (`TrainState.weights`, layer state, batch) → (sums by name, what they count): see `loss_function`."""
         sums = loss_function(self.graph, self.mesh)
 
         def evaluate(weights, state, batch):

@@ -334,7 +334,7 @@ def missing_settings(path: Path, overrides: Sequence[str], gpus: int) -> tuple[l
 
 def check_counted(config: Config) -> None:
     """Raises InputError for a config with work that the planner does not count."""
-    if config.teacher.model is not None or config.teacher.base:
+    if config.teacher_model is not None:
         key = "teacher.base" if config.teacher.base else "teacher.model"
         cure = "remove the section and the objective that reads it, and add the teacher's forward pass yourself"
         problem = f"{key} is set ({config.where(key)}), and the planner does not count a teacher yet"
