@@ -75,14 +75,12 @@ def shrink(
     if (teacher := config.of_teacher) is not None:
         small["teacher"] = {"model": _small_model(teacher, _Units.of(teacher, meshes), length)}
     # The mean of the microbatches' means depends on the number of devices that divide the batch.
-    small["objective"] = {"average": "tokens"}
-    if config.objective.kind == MASKED_TOKENS:
-        small["objective"]["masking"] = {"mask_token": None}
-    settings, lines = config.model_dump(), []
+    masks = config.objective.kind == MASKED_TOKENS
+    small["objective"] = {"average": "tokens"} | ({"masking": {"mask_token": None}} if masks else {})
+    settings, before, lines = config.model_dump(), config.model_dump(), []
     of_data = ("kind", "train", "tokenizer", "packing") if is_chat else ("reset_attention", "reset_positions")
     of_data += ("noise_density", "mean_span_length", "denoisers") if config.span_lengths else ()
     settings["data"] = {key: settings["data"][key] for key in of_data}
-    before = config.model_dump()
     for section, changes in small.items():
         lines += _replace(settings[section], before[section], changes, section)
     for derived in ("decay_steps", "wsd_decay_steps"):
