@@ -24,7 +24,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 from megajax import cluster
 from megajax.checkpoint import checksums
 from megajax.checkpoint.arrays import check_shapes
-from megajax.checkpoint.best import BestByLoss
+from megajax.checkpoint.best import BestCheckpoints
 from megajax.checkpoint.description import compare_models
 from megajax.checkpoint.host_memory import own_copies
 from megajax.checkpoint.orbax_internals import share_among_replicas
@@ -74,11 +74,17 @@ class SaveOutcome:
 class Checkpoints:
     """The checkpoints of one run directory."""
 
-    def __init__(self, run_dir: str | Path, keep: int, keep_every: int | None, keep_best: int | None = None):
+    def __init__(
+        self,
+        run_dir: str | Path,
+        keep: int,
+        keep_every: int | None,
+        keep_best: int | None = None,
+        best_by: str = "lowest eval_loss",
+    ):
         """Open or make the directory.
 
-        A save deletes all but the newest `keep`, every `keep_every`-th, and the `keep_best` with the lowest evaluation
-        loss.
+        A save deletes all but the newest `keep`, every `keep_every`-th, and the `keep_best` best ones by an evaluation.
         """
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax reports every file, and each failure many times
         asyncio_log = logging.getLogger("asyncio")
@@ -89,7 +95,7 @@ class Checkpoints:
         rules: list[Any] = [policies.LatestN(keep)]
         if keep_every:
             rules.append(policies.EveryNSteps(keep_every))
-        self._best = BestByLoss(self.directory, keep_best) if keep_best else None
+        self._best = BestCheckpoints(self.directory, keep_best, best_by) if keep_best else None
         if self._best is not None:
             rules.append(self._best)
         options = ocp.CheckpointManagerOptions(
@@ -152,10 +158,10 @@ class Checkpoints:
         self._completing = thread.submit(self._complete, step, error)
         thread.shutdown(wait=False)
 
-    def evaluated(self, step: int, loss: float) -> None:
-        """The evaluation loss of the checkpoint of `step`, by which the best are chosen."""
+    def evaluated(self, step: int, numbers: Mapping[str, float]) -> None:
+        """What an evaluation gave for the checkpoint of `step`, by which the best are chosen."""
         if self._best is not None:
-            self._best.set(step, loss)
+            self._best.add(step, numbers)
 
     def _complete(self, step: int, error: str | None) -> tuple[str | None, float]:
         """Wait for orbax, and write the checksums; the reason if there are none, and the time.

@@ -33,8 +33,11 @@ def warn_about_kept_checkpoints(config: Config) -> None:
 
 
 def _check_best(config: Config) -> None:
-    """The best checkpoints are those with the lowest evaluation loss, so each needs an evaluation at its step."""
-    key, run = "checkpoint.keep_best", config.run
+    """The best checkpoints are those with the best evaluations, so each needs an evaluation at its step."""
+    key, run, by = "checkpoint.keep_best", config.run, "checkpoint.best_by"
+    if not re.fullmatch(r"(lowest|highest) \S+", config.checkpoint.best_by):
+        problem = f"{format_keys(config, by)} is not lowest or highest and the name of a number in metrics.jsonl"
+        fail(config, problem, "write it as in lowest eval_loss or highest eval_accuracy", by)
     if config.checkpoint.keep_best is None:
         return
     keys = "run.checkpoint_interval", "run.eval_interval"

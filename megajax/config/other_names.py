@@ -77,8 +77,8 @@ gradient_checkpointing | remat.policy | full or selective
 logging_steps | run.log_interval
 save_steps | run.checkpoint_interval
 save_total_limit | checkpoint.keep
-load_best_model_at_end, metric_for_best_model | checkpoint.keep_best | the number of checkpoints with the lowest
-    evaluation loss to keep
+load_best_model_at_end | checkpoint.keep_best | the number of the best checkpoints to keep
+metric_for_best_model | checkpoint.best_by | lowest eval_loss, or highest and a name, such as highest eval_accuracy
 label_smoothing_factor | objective.label_smoothing
 group_by_length, length_column_name | data.packing | conversations are packed, so there is no padding to save; balanced
     gives equal work
@@ -125,7 +125,7 @@ average_tokens_across_devices | | the loss is the mean over all tokens of a step
 include_tokens_per_second, include_num_input_tokens_seen, batch_eval_metrics | | metrics.jsonl has tokens and tokens
     per second
 torch_empty_cache_steps | | XLA allocates a step's memory once
-greater_is_better | checkpoint.keep_best | the number of checkpoints with the lowest evaluation loss to keep
+greater_is_better | checkpoint.best_by | highest for true, lowest for false, and a name, such as highest eval_accuracy
 use_liger_kernel, liger_kernel, liger_kernel_config | | fused kernels are chosen by the device; the section kernels
     can set others
 eval_on_start, eval_delay | run.eval_interval | the steps between evaluations; megajax evaluate evaluates a checkpoint

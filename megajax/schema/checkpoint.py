@@ -57,7 +57,12 @@ class CheckpointConfig(Section):
     keep: Count = Field(default=2, description="Number of newest checkpoints to keep.")
     keep_every: Count | None = Field(default=None, description="Also keep every checkpoint at a multiple of this step.")
     keep_best: Annotated[Count | None, Needs("run.eval_steps", bool, what="evaluations")] = Field(
-        default=None, description="Also keep this number of checkpoints with the lowest evaluation loss on data.valid."
+        default=None, description="Also keep this number of the best checkpoints, by evaluations on data.valid."
+    )
+    best_by: Annotated[Text, ReadIf("keep_best")] = Field(
+        default="lowest eval_loss",
+        description="Which are the best: lowest or highest, and a name that evaluations have in metrics.jsonl, such as"
+        " highest eval_accuracy.",
     )
     save_optimizer: bool = Field(
         default=True,

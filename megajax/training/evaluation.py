@@ -5,9 +5,12 @@ from collections.abc import Callable, Iterable
 
 import jax
 
+from megajax.config import Config
+from megajax.config.sentences import located
 from megajax.data.loader import Split
 from megajax.data.samples import Samples
 from megajax.data.whole import WholeSet
+from megajax.errors import ConfigError
 from megajax.options.registered import own_metrics
 from megajax.sources import LayerState
 from megajax.training import logs
@@ -23,7 +26,7 @@ class Evaluation(Hook):
 
     def __init__(self, splits: Iterable[Split], evaluate: Callable[..., dict[str, float]], log: StepLog, watch: Watch):
         """`evaluate(split, averaged)` gives the means by name."""
-        self._splits = [split for split in splits if split.partition("/")[0] == "valid"]
+        self._splits = _evaluated(splits)
         self._evaluate, self._log, self._watch = evaluate, log, watch
 
     def on_step(self, run: RunView) -> None:
@@ -46,7 +49,7 @@ class Evaluation(Hook):
             return
         by_split = {split: self._evaluate(split, averaged) for split in self._splits}
         found = {
-            f"{prefix}{name}{split.removeprefix('valid')}": mean
+            _logged(prefix, name, split): mean
             for split, of_split in by_split.items()
             for name, mean in of_split.items()
         }
@@ -59,6 +62,30 @@ class Evaluation(Hook):
             for split, of_split in by_split.items()
         )
         run.note(f"step {run.step}  {title} {', '.join(named)}")
+
+
+def _evaluated(splits: Iterable[Split]) -> list[Split]:
+    return [split for split in splits if split.partition("/")[0] == "valid"]
+
+
+def _logged(prefix: str, name: str, split: Split) -> str:
+    """The name in metrics.jsonl, such as eval_loss, or eval_loss/code of one of `data.valid_sets`."""
+    return f"{prefix}{name}{split.removeprefix('valid')}"
+
+
+def check_best(config: Config, splits: Iterable[Split]) -> None:
+    """Raises ConfigError if the evaluations do not give what `checkpoint.keep_best` chooses by."""
+    if config.checkpoint.keep_best is None:
+        return
+    if not (evaluated := _evaluated(splits)):
+        problem = f"{located(config, 'checkpoint.keep_best')} needs evaluations, but there is no data.valid"
+        raise ConfigError(f"{problem}: set it, or data.split.")
+    prefixes = ("eval_", "ema_eval_") if config.optimizer.ema_decay else ("eval_",)
+    parts = itertools.product(prefixes, ("loss", *own_metrics(config.objective.kind)), evaluated)
+    names = [_logged(*each) for each in parts]
+    if config.checkpoint.best_by.split()[1] not in names:
+        problem = f"{located(config, 'checkpoint.best_by')} names nothing that this run's evaluations give"
+        raise ConfigError(f"{problem}: write lowest or highest before one of {', '.join(names)}.")
 
 
 def means(

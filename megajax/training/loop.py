@@ -32,7 +32,7 @@ from megajax.training.batch_fields import check_fields
 from megajax.training.batches import BatchOf, batches, check_batch_of, check_own_fields, own_batches
 from megajax.training.checks import EmptyStepCheck, NonFiniteCheck, SpikeCheck
 from megajax.training.compiled_steps import CompiledSteps, remove_damaged_programs
-from megajax.training.evaluation import Evaluation, means
+from megajax.training.evaluation import Evaluation, check_best, means
 from megajax.training.exports import Exports
 from megajax.training.gpu_health import GpuHealth
 from megajax.training.hooks import Hook, RunView, StopReason, check_hook, make_hook
@@ -96,7 +96,8 @@ class Trainer:
         self.config = config = self.monitoring.config = resolve_epochs(config, self.data["train"])
         if self._exports is not None:
             self._exports.config = config
-        reports = SaveReports(config, "valid" in self.data, self.console.report)
+        check_best(config, self.data)
+        reports = SaveReports(config, self.console.report)
         self.program = TrainProgram.build(config, build_mesh(sizes, devices))
         if batch_of is None:
             check_own_fields(self.program)

@@ -15,7 +15,7 @@ from megajax.checkpoint import Checkpoints, SaveOutcome, complete_steps
 from megajax.checkpoint.storage import is_in_bucket, remove_partial
 from megajax.config import Config
 from megajax.config.sentences import located
-from megajax.errors import ConfigError, InputError, counted
+from megajax.errors import InputError, counted
 from megajax.training import logs, run_record
 from megajax.training.hooks import RunView
 from megajax.training.local_saves import LocalSaves
@@ -43,7 +43,7 @@ class RunDirectory:
     def checkpoints(self) -> Checkpoints:
         """The checkpoints; makes the directory if it does not exist."""
         settings = self.config.checkpoint
-        return Checkpoints(self.path, settings.keep, settings.keep_every, settings.keep_best)
+        return Checkpoints(self.path, settings.keep, settings.keep_every, settings.keep_best, settings.best_by)
 
     def take(self, seen: list[int]) -> bool:
         """Take the lock; whether another process has written since process 0 had `seen` checkpoints of these steps.
@@ -136,14 +136,8 @@ class RunDirectory:
 class SaveReports:
     """Reports the saves of one run, and keeps their figures for metrics.jsonl."""
 
-    def __init__(self, config: Config, evaluates: bool, say: Callable[[str, bool], None]):
-        """`evaluates`: whether there is a split `valid`; `say(text, whether it is a warning)` tells the user.
-
-        Raises ConfigError if `checkpoint.keep_best` lacks a loss to choose by.
-        """
-        if config.checkpoint.keep_best is not None and not evaluates:
-            problem = f"{located(config, 'checkpoint.keep_best')} needs an evaluation loss, but there is no data.valid"
-            raise ConfigError(f"{problem}: set it, or data.split.")
+    def __init__(self, config: Config, say: Callable[[str, bool], None]):
+        """`say(text, whether it is a warning)` tells the user."""
         self.config, self._say = config, say
         self._figures: dict[str, Any] = {}
         self._last_start: float | None = None

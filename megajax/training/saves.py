@@ -61,5 +61,5 @@ class Saves(Hook):
         values |= self._directory.reports.take()
 
     def on_evaluate(self, run: RunView, losses: Mapping[str, float]) -> None:
-        if self.is_durable(run) and "eval_loss" in losses:
-            self._directory.checkpoints.evaluated(run.step, losses["eval_loss"])
+        if self.is_durable(run):
+            self._directory.checkpoints.evaluated(run.step, losses)

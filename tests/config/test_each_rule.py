@@ -37,6 +37,7 @@ EXPERTS = {"model.num_experts": 8}
 TOWER = {"image_token": 5, "num_layers": 12, "hidden_size": 64, "num_heads": 4}
 # What else a config has that sets a key; "model.router" stands for all keys that begin so.
 WITH: dict[str, Settings] = {
+    "checkpoint.best_by": {"run.checkpoint_interval": 10, "run.eval_interval": 10},
     "checkpoint.export_hf": {"checkpoint.export_hf.dir": "d", "run.checkpoint_interval": 2},
     "checkpoint.keep_best": {"run.checkpoint_interval": 10, "run.eval_interval": 10},
     "checkpoint.local": {"checkpoint.local_dir": "d", "checkpoint.local_interval": 5},
@@ -77,6 +78,7 @@ WITH: dict[str, Settings] = {
 }
 # Values of the keys whose types do not tell them
 VALUES: dict[str, list[Any]] = {
+    "checkpoint.best_by": ["highest eval_accuracy"],
     "data.denoisers": [[{"weight": 1.0}]],
     "data.split": ["8,1,1"],
     "data.stages": [[{"from_step": 5, "train": "u"}]],

@@ -71,7 +71,7 @@ def test_a_name_that_a_framework_has_a_key_for_is_answered_with_a_key():
         ("lora.r", "did you mean lora.rank?"),
         (
             "load_best_model_at_end",
-            "use checkpoint.keep_best, the number of checkpoints with the lowest evaluation loss to keep.",
+            "use checkpoint.keep_best, the number of the best checkpoints to keep.",
         ),
         ("lora.lora_alpha", "use lora.alpha, the rank by default, in PEFT 8."),
         ("model_name", "use include, such as include: models/llama3_8b.yaml, a file of configs/models."),

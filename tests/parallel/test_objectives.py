@@ -350,12 +350,14 @@ def test_an_objective_of_a_file_trains_in_a_run(tmp_path, monkeypatch, capsys):
     taken = EXTENSION.replace("NAME", "mfu").replace("ext_square", "ext_taken")
     (tmp_path / "ext_taken.py").write_text(taken)
     (tmp_path / "x.yaml").write_text(
-        "run: {steps: 2, extensions: [ext_objective.py], log_interval: 1, eval_steps: 1}\n"
+        "run: {steps: 2, extensions: [ext_objective.py], log_interval: 1, eval_steps: 1, eval_interval: 2,"
+        " checkpoint_interval: 2}\n"
         f"model: {TINY | {'num_layers': 1}}\noptimizer: {{kind: sgd}}\n"
         "batch: {global_size: 2, sequence_length: 8}\ndata: {kind: synthetic}\nobjective: {kind: ext_square}\n"
         "kernels: {loss_chunk_tokens: 6}\n"
     )
-    trainer = Trainer(load_config("x.yaml"), jax.devices()[:1])
+    best = ["checkpoint.keep_best=1", "checkpoint.best_by=highest eval_below_ten"]
+    trainer = Trainer(load_config("x.yaml", best), jax.devices()[:1])
     batch = trainer.next_batch()
     metrics = trainer.train_step(batch)
     assert float(metrics["loss"]) == pytest.approx(np.log(50) ** 2, rel=0.1)
@@ -364,6 +366,9 @@ def test_an_objective_of_a_file_trains_in_a_run(tmp_path, monkeypatch, capsys):
     overrides = ["run.extensions=[ext_taken.py]", "objective.kind=ext_taken", "run.eval_steps=0"]
     with pytest.raises(ConfigError, match="metric mfu, which the line of a step has already"):
         Trainer(load_config("x.yaml", overrides), jax.devices()[:1]).run()
+    wrong = ["checkpoint.best_by=lowest eval_acc", "optimizer.ema_decay=0.9"]
+    with pytest.raises(ConfigError, match="best_by=.*lowest eval_acc.* of eval_loss, eval_below_ten, ema_eval_loss"):
+        Trainer(load_config("x.yaml", [*best, *wrong]), jax.devices()[:1])
     assert 0 < float(metrics["grad_norm"]) < 1e3
     evaluated = next(batches(trainer.program, "valid", trainer.data["valid"]))
     below_ten = np.mean(np.asarray(evaluated["targets"]) < 10)
@@ -374,3 +379,5 @@ def test_an_objective_of_a_file_trains_in_a_run(tmp_path, monkeypatch, capsys):
     assert found["eval_below_ten"] == pytest.approx(below_ten, rel=1e-6)
     assert f"loss {found['loss']:.4f}  below_ten {found['below_ten']:.3g}  norm" in printed
     assert f"evaluation loss {found['eval_loss']:.4f} below_ten {below_ten:.3g}\n" in printed
+    evaluations = json.loads((trainer.run_dir / "checkpoints" / "evaluations.json").read_text())
+    assert evaluations == {"2": {name: found[name] for name in ("eval_loss", "eval_below_ten")}}

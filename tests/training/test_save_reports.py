@@ -39,7 +39,7 @@ class Slow:
 def test_a_save_that_waits_says_so_and_once_that_the_interval_is_too_short(make_config):
     lines = []
     config = make_config("run.checkpoint_interval=5")
-    reports = SaveReports(config, True, lambda text, warning: lines.append((text, warning)))
+    reports = SaveReports(config, lambda text, warning: lines.append((text, warning)))
     checkpoints = Slow()
     checkpoints.saving = None
     reports.wait_for_last(checkpoints, 5)
@@ -78,7 +78,7 @@ def test_the_line_of_a_save_has_the_speed_of_the_whole_save():
 
 def test_a_failed_save_and_one_that_nothing_verifies_are_warnings_and_other_saves_are_not(make_config):
     lines = []
-    reports = SaveReports(make_config(), True, lambda text, warning: lines.append((text.partition(":")[0], warning)))
+    reports = SaveReports(make_config(), lambda text, warning: lines.append((text.partition(":")[0], warning)))
     good = SaveOutcome(5, 1, waited=0.0, seconds=1.0)
     reports.report(good, newest=5, ending=True)
     reports.report(replace(good, unverified="no room"), newest=5, ending=True)
@@ -101,7 +101,7 @@ def test_the_time_between_two_saves_is_without_the_wait_for_the_first(make_confi
             return SaveOutcome(self.saving, 1, waited=4.0, seconds=9.0)
 
     config, checkpoints = make_config("run.checkpoint_interval=5"), Checkpoints()
-    reports = SaveReports(config, True, lambda text, warning: lines.append(text) if warning else None)
+    reports = SaveReports(config, lambda text, warning: lines.append(text) if warning else None)
     for checkpoints.saving in (0, 5):
         assert not lines
         reports.wait_for_last(checkpoints, checkpoints.saving + 5)
@@ -112,7 +112,7 @@ def test_the_time_between_two_saves_is_without_the_wait_for_the_first(make_confi
 def test_an_early_last_save_does_not_make_the_interval_too_short(make_config):
     """Saves take 4 s, 100 steps at least 5: enough between saves of the interval, not before the last save."""
     lines = []
-    reports = SaveReports(make_config("run.checkpoint_interval=100"), True, lambda text, warning: lines.append(warning))
+    reports = SaveReports(make_config("run.checkpoint_interval=100"), lambda text, warning: lines.append(warning))
     checkpoints = Slow()
     checkpoints.saving = None
     reports.wait_for_last(checkpoints, 5)
@@ -147,6 +147,13 @@ def test_the_best_need_a_split_to_evaluate(build):
     every = ("run.checkpoint_interval=2", "run.eval_interval=2")
     with pytest.raises(ConfigError, match="checkpoint.keep_best=2 .* there is no data.valid: set it, or data.split"):
         build("data.split='1,0,0'", *every, "checkpoint.keep_best=2")
+    for by, cure in (
+        ("best eval_loss", "write it as in lowest eval_loss or highest eval_accuracy"),
+        ("highest", "write it as in lowest eval_loss or highest eval_accuracy"),
+        ("highest eval_accuracy", "write lowest or highest before one of eval_loss[.]"),
+    ):
+        with pytest.raises(ConfigError, match=f"checkpoint.best_by=.?{by}.* {cure}"):
+            build("data.split='8,2,0'", *every, "checkpoint.keep_best=2", f"checkpoint.best_by={by}")
 
 
 class Evaluated(QuickTrainer):
