@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from megajax.errors import ConfigError
 from megajax.mesh import (
     AXES,
     axes_across,
@@ -14,6 +15,7 @@ from megajax.mesh import (
     describe_hosts,
     hosts_of,
     mesh_sizes,
+    named_mesh,
     neighbours_by_host,
     within_processes,
 )
@@ -47,6 +49,12 @@ def test_sizes_read_back_in_the_order_of_the_axes_however_they_were_given():
     sizes = {**ONE, "expert": 2, "context": 4}
     mesh = build_mesh(dict(reversed(sizes.items())))
     assert list(mesh_sizes(mesh).items()) == list(sizes.items())
+    assert named_mesh("context=4,expert=2", "--mesh") == mesh  # of all devices
+
+
+def test_a_mesh_of_more_devices_than_there_are_is_refused():
+    with pytest.raises(ConfigError, match="--mesh=data=3,fsdp=3 needs 9 devices, more than the 8 here"):
+        named_mesh("data=3,fsdp=3", "--mesh")
 
 
 @pytest.mark.parametrize("of_process", [1, 2, 8], ids="{} devices a process".format)

@@ -204,3 +204,4 @@ def test_other_processes_reach_the_coordinator_through_a_relay_without_tls(monke
     start_processes(EXPLICIT, peer_timeout=60)
     [((address, number), more)] = found
     assert (address, number) == (target, process) and options.items() <= more.items()
+    more["missed_heartbeat_callback"]("a process is lost")  # by default it ends this process

@@ -207,7 +207,9 @@ def test_a_few_tokens_leave_the_state_after_some_of_them(rng, error, rule, by_ch
     """
     *tokens, initial = (np.asarray(a, np.float32) for a in drawn(rng, 3, d=32, w=32, by_channel=by_channel))
     tokens, starts = tokens[: 5 if rule is change else 4], None
-    definition = jax.jit(recurrent_gated_delta_rule if rule is change else recurrent_state_space)
+    op = recurrent_gated_delta_rule if rule is change else recurrent_state_space
+    assert "pallas_call" in str(jax.make_jaxpr(partial(op, implementation="pallas"))(*tokens, initial=initial))
+    definition = jax.jit(op)
     expected, last = jax.device_get(definition(*tokens, initial=initial))
     two = [a.copy() for a in tokens]
     two[1][:, 2] = two[3][:, 2] = 0  # a third token without a key or a decay changes nothing

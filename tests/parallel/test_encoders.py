@@ -176,3 +176,14 @@ def test_a_name_is_registered_once():
     with pytest.raises(ConfigError, match="the encoder source is .*SourceEncoder already: register .*Other under"):
         register_encoder(Other)
     assert register_encoder(ENCODERS["source"]) is ENCODERS["source"]
+
+
+def test_a_method_takes_the_arguments_that_it_is_called_with():
+    class Longer(Encoder):
+        NAME = "longer"
+
+        def fields(self, length):
+            return {}
+
+    with pytest.raises(ConfigError, match=r"Longer.fields .*: write fields\(self\)"):
+        register_encoder(Longer)

@@ -190,7 +190,7 @@ def test_experts_multiply_the_numbers_of_the_format(name, implementation):
     @jax.jit
     def run(x, w, dy, sizes):
         used = BlockWeight(w, None, None, recipe, implementation).with_amax(w, lambda amax: amax)
-        how = lambda amax: OTHERS_AMAX * amax, "xla" if implementation == "cudnn" else "reference"
+        how = lambda amax: OTHERS_AMAX * amax, "xla" if implementation == "cudnn" else "pallas"  # which has no FP32
         products = (grouped_product(*each, *how) for each in ((x, used, sizes, "input"), (dy, used, sizes, "gradient")))
         return *products, grouped_weight_gradient(x, dy, used, sizes, *how).values
 
@@ -272,15 +272,17 @@ def test_in_training_each_layer_and_weight_has_random_bits_of_its_own():
 
 
 def test_each_step_rounds_the_gradients_of_experts_at_random():
-    """No other layer has random numbers here; equal steps are equal."""
+    """Of their rows too, which go on to the embedding. No other layer has random numbers; equal steps are equal."""
     program = build(config := make("nvfp4", EXPERTS | {"num_layers": 1, "block_pattern": ["experts"]}))
     weights, [fields] = table.weights_of(config), table.make_batches(config)
-    batch, found = to_global(program, fields), []
+    batch, found, of_rows = to_global(program, fields), [], []
     for step in (0, 0, 1):
         state = replace(table.first_state(program, weights), step=jnp.int32(step))
-        metrics = program.train_step(state, batch)[1]
+        state, metrics = program.train_step(state, batch)
         found.append([float(metrics[name]) for name in ("loss", "grad_norm")])
+        of_rows.append(table.first_gradients(program, state, found[-1][1])["embedding.tokens"])
     assert found[0] == found[1] and found[0][0] == found[2][0] and found[0][1] != found[2][1]
+    assert np.array_equal(*of_rows[:2]) and np.linalg.norm(of_rows[2] - of_rows[0]) > 1e-3 * np.linalg.norm(of_rows[0])
 
 
 def test_it_is_emulated_and_says_so():

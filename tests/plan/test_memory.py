@@ -120,6 +120,9 @@ def test_loops_stack_gradients_before_they_run_and_copy_the_activations_that_the
     assert memory.gradients == 4 * (7 * (LAYER // 2 + NORMS) + 512 * D + D)
     assert memory.weights == 2 * (LAYER + NORMS)
     assert memory.working == 2 * T * (2 * D + 4 * F) + 2 * T * saved
+    # Gradients that no axis reduces are stacked in the compute dtype; norms' are FP32
+    whole = small("mesh.fsdp=1", "model={vocab_size: 512}", "kernels.scan_unroll=1", gpus=1)
+    assert whole.gradients == 7 * (2 * LAYER + 4 * NORMS) + 4 * (512 * D + D)
 
 
 def test_a_loop_over_recomputed_layers_needs_most_before_its_backward_pass_frees_what_all_loops_saved():
@@ -141,6 +144,15 @@ def test_weight_gradients_that_are_added_to_sums_keep_the_operands_of_all_layers
     assert memory.gradients == 4 * (9 * (LAYER + NORMS) + 2 * 512 * D + D)
     assert in_layer < offloaded.working == in_int8.working < 2 * in_layer
     assert offloaded.optimizer == 8 * (9 * NORMS + D)  # vectors stay on the device
+
+
+@pytest.mark.parametrize(("length", "waits"), [(2**23, True), (2**24, False)])
+def test_the_last_layers_weight_gradients_wait_if_their_operands_fit_into_the_schedulers_memory(length, waits):
+    """Of its MLP: the inputs of the matmuls, and their output gradients. Of two layers at 103 and 206 GB."""
+    two = ("mesh.fsdp=1", "model={num_layers: 2, vocab_size: 512}", "remat.policy=full", "kernels.scan_unroll=2")
+    memory = small(*two, f"batch.sequence_length={length}", gpus=1)
+    operands = (D + F) + (2 * F + D)
+    assert memory.working == 2 * (2 * length) * (2 * D + 4 * F + waits * operands)
 
 
 def test_kept_matmuls_do_not_include_the_output_of_a_layer_which_is_the_next_ones_input():
@@ -343,6 +355,7 @@ def test_prediction_modules_keep_their_shards_and_the_last_one_is_whole(count):
     head, modules, *_ = peaks(plan)
     matrices, norms = 64 * 16 * 12 + 64 * 64 + 3 * 64 * 64 + 2 * 64 * 64, 5 * 64
     assert modules.weights - head.weights == 2 * count * (matrices // 2 + norms) + 2 * matrices
+    assert modules.gradients - head.gradients == 4 * count * (matrices // 2 + norms)
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

@@ -68,7 +68,11 @@ def test_metrics_of_modules_follow_those_of_the_layers(make_config):
 
 @pytest.mark.parametrize(
     ("pattern", "expected"),
-    [("[moe, gated_deltanet_moe]", (1, 3, 4, 0, 2)), ("[gated_deltanet_moe, moe]", (0, 2, 1, 3, 4))],
+    [
+        ("[moe, gated_deltanet_moe]", (1, 3, 4, 0, 2)),
+        ("[gated_deltanet_moe, moe]", (0, 2, 1, 3, 4)),
+        ("[moe, moe, moe, gated_deltanet_moe]", (3, 4, 0, 1, 2)),
+    ],
 )
 def test_layers_of_two_kinds_with_experts_have_the_order_of_their_metrics(make_config, pattern, expected):
     """Kinds by name, each with its layers; the module, layer 4, after those of the last layer's kind."""

@@ -264,6 +264,8 @@ def test_offloaded_moments_and_averages_are_on_the_host_and_change_no_number(mak
         make_program("optimizer.ema_decay=0.3", f"optimizer.offload={share}", devices=4, fsdp=2, tensor=2)
         for share in (0, 0.6)
     ]
+    [together], [*alone, others] = (program.update.turns for program in programs)
+    assert {len(turn) for turn in alone} == {1} and len(alone) + len(others) == len(together)
     plain, offloaded = (program.init_state() for program in programs)
     for step in range(2):
         batch = random_batch(programs[0], step)

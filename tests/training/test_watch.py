@@ -129,6 +129,14 @@ def test_a_failed_collective_or_a_closed_connection_shortens_the_wait(processes)
     assert those[0].check(0.5) is None and those[0].check(1) is not None
 
 
+def test_the_end_of_another_process_is_a_verdict_after_two_signs(processes):
+    """This one may be about to end in the same way."""
+    (first, _), _ = processes(2, timeout=60)
+    time.sleep(0.1)
+    first.signs[1] = {"status": MISTAKE, "in_order": False}
+    assert first.check(9.5) is None and "ended with status 2" in first.check(1)
+
+
 def test_a_text_that_is_no_sign_counts_as_silence(processes):
     """Of another program that reaches the coordinator's port: the thread goes on to read. A run for each text."""
     readers, texts = [], ["", "{", "[1]", "3", '{"step": 1}', "[" * 100_000]
