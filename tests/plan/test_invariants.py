@@ -263,6 +263,31 @@ def test_frozen_matrices_have_no_gradients_and_their_inputs_have_some():
     assert extra == pytest.approx(tokens * 4 * 4 * 2 * 2 * D)
 
 
+WIDER = {"num_layers": 3, "hidden_size": 128, "num_heads": 8, "ffn_hidden_size": 256, "vocab_size": V}
+WITH_LORA = {"lora": LORA, "checkpoint": {"init_from": "elsewhere"}}
+TEACHERS: dict[str, dict] = {
+    "distillation": {"objective": {"kind": "distillation"}, "teacher": {"model": WIDER}},
+    "the base": {"objective": {"kind": "dpo"}, "teacher": {"base": True}, **WITH_LORA},
+}
+
+
+@pytest.mark.parametrize(("case", "tensor"), [("distillation", 2), ("the base", 1)])
+def test_matmuls_of_a_teacher_are_those_of_the_traced_step(case, tensor):
+    """And those of the first pass over the head with which an objective of pairs begins."""
+    import_extensions(["docs/examples/distillation.py", "docs/examples/dpo.py"])
+    sections = TEACHERS[case] | {"model": {"num_layers": 1}, "batch": {"global_size": 2}}
+    candidate = make("dense", tensor, mesh={"tensor": tensor}, **sections)
+    found, step = traced_products(candidate), time(candidate, FLOPS)
+    if "lora" in sections:  # nothing needs the gradients of what the first layer's adapter reads
+        found += 2 * LENGTH * 2 * (4 * D * D + D * RANK)
+    assert step.matmuls + step.head == pytest.approx(found)
+
+    of_both = {"batch": {"num_microbatches": 4}, **TEACHERS[case]}
+    whole, stages = (time(make("dense", size, mesh={"pipeline": size}, **of_both), FLOPS) for size in (1, 2))
+    assert 2 * stages.matmuls == pytest.approx(whole.matmuls) and 2 * stages.head == pytest.approx(whole.head)
+    assert 2 * stages.attention == pytest.approx(whole.attention)
+
+
 def test_frozen_weights_are_gathered_and_neither_reduced_nor_updated():
     """Of an adapter of attention's output A is whole on all devices, B is stored in shards."""
     sections = {"mesh": {"fsdp": 2, "data": 2}, "lora": LORA, "batch": {"num_microbatches": 2}}

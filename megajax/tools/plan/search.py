@@ -73,7 +73,6 @@ class Search:
             self.base = load_config(self.path, [*self.kept, *as_overrides(neutral)])
             self.written = self.base.model_copy(update=self._sections(self.varied_sections))
         self.variations = Variations(self.base, self.fixed, self.gpus, self.rates.hosts_of)
-        check_counted(self.base)
         check_fp8(self.base, self.rates, self.fp8)
         where = self.base.where(FP8)
         if self.fp8 and where != "default":
@@ -332,18 +331,8 @@ def missing_settings(path: Path, overrides: Sequence[str], gpus: int) -> tuple[l
     return added, lines
 
 
-def check_counted(config: Config) -> None:
-    """Raises InputError for a config with work that the planner does not count."""
-    if config.teacher_model is not None:
-        key = "teacher.base" if config.teacher.base else "teacher.model"
-        cure = "remove the section and the objective that reads it, and add the teacher's forward pass yourself"
-        problem = f"{key} is set ({config.where(key)}), and the planner does not count a teacher yet"
-        raise InputError(f"{problem}: {cure}.")
-
-
 def explained(path: Path, overrides: Sequence[str], gpus: int, rates: Rates) -> Candidate:
     """The candidate of the config's own mesh. Raises ConfigError if it is not legal."""
     config: Config = load_config(path, overrides)
-    check_counted(config)
     check_fp8(config, rates)
     return Candidate.of(config, check_mesh(config, gpus), rates)

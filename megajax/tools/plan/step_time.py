@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 
 from megajax.estimate.costs import flops_per_token
 from megajax.layout.kinds import LayerKind, extra_kind, extra_layers
+from megajax.options.registered import replaces_head, taken_together
 from megajax.options.remat import ATTENTION, RematPolicy
 from megajax.step.pipeline.buffers import schedule_of
 from megajax.step.pipeline.schedules import Flags, Schedule
@@ -208,7 +209,27 @@ class _Step:
     # The step
 
     def slots(self) -> tuple[Passes, PassSeconds, float]:
-        """Of the layers of a virtual stage, for one microbatch: (their work, what is recomputed, seconds of copies)."""
+        """Of the layers of a virtual stage, for one microbatch: (their work, what is recomputed, seconds of copies).
+
+        With those of a second stack and a teacher, which each stage runs for its share of the microbatches. The base of
+        adapters as a teacher passes through the stages, which have its layers.
+        """
+        layers, remat, copies = self.own_slots()
+        share = 1 / (self.sizes["pipeline"] * self.plan.layer_table.shape[1])
+        if (teacher := self.plan.teacher) is not None:
+            forward = _Step(teacher, self.given, self.stored).own_slots()[0].forward
+            layers += Passes(forward if self.config.teacher.base else forward * share)
+        if (second := self.plan.second_stack) is not None:
+            own = _Step(second, self.given, self.stored).own_slots()
+            if second.trains_layers:
+                layers, remat, copies = layers + own[0] * share, remat + own[1] * share, copies + own[2] * share
+            else:
+                layers += Passes(own[0].forward * share)
+            layers += self.device.around_tower() * share
+        return layers, remat, copies
+
+    def own_slots(self) -> tuple[Passes, PassSeconds, float]:
+        """Those of this plan's layers alone."""
         equal = Counter[tuple[LayerKind, bool, RematPolicy, bool, bool]]()
         for segment in self.plan.segments:
             for i in range(segment.count):
@@ -219,16 +240,7 @@ class _Step:
             layers += self.device.layer(kind, fp8) * count
             remat += self.recomputed(kind, fp8, policy, last) * count
             copies += count * self.device.saved(kind, policy) if copied else 0.0
-        copies = COPIES * copies / self.rates.memory_bytes
-        if self.plan.second_stack is not None:  # each stage runs it for its share of the microbatches
-            share = 1 / (self.sizes["pipeline"] * self.plan.layer_table.shape[1])
-            own = _Step(self.plan.second_stack, self.given, self.stored).slots()
-            if self.plan.second_stack.trains_layers:
-                layers, remat, copies = layers + own[0] * share, remat + own[1] * share, copies + own[2] * share
-            else:
-                layers += Passes(own[0].forward * share)
-            layers += self.device.around_tower() * share
-        return layers, remat, copies
+        return layers, remat, COPIES * copies / self.rates.memory_bytes
 
     def recomputed(self, kind: LayerKind, fp8: bool, policy: RematPolicy, last: bool) -> PassSeconds:
         """A layer's forward pass, or the part that its remat policy computes again; `last` of its remat group or not.
@@ -261,7 +273,7 @@ class _Step:
             layers += self.device.layer(kind, last.fp8) * share
             remat += self.recomputed(kind, last.fp8, last.policy, last=True) * share if recomputes else PassSeconds()
         again, whole = remat.total, layers.total
-        head = self.device.head()
+        head = self.device.head() + self.forward_heads()
         stage, shares = whole * (M * R), [each.total / whole.total for each in (layers.forward, layers.matrices)]
         useful = M * R * (whole.total + again + loops) + M * head.total
         busy, ticks, sends = useful, 0.0, Traffic()
@@ -288,6 +300,15 @@ class _Step:
             matrices=shares[1],
             between_hosts=self.device.between_hosts,
         )
+
+    def forward_heads(self) -> PassSeconds:
+        """Of a microbatch the teacher's head, and the first pass of an objective of segments, which has two."""
+        kind, teacher, found = self.config.objective.kind, self.plan.teacher, PassSeconds()
+        if teacher is not None:
+            found += Device(teacher, self.given).predictions(self.plan.head_tokens)
+        if taken_together(kind) is not None and not replaces_head(kind):
+            found += self.device.predictions(self.plan.head_tokens)
+        return found
 
     def conversions(self) -> float:
         """Seconds of casts of weights and gradients, and of the sums of microbatches' gradients."""

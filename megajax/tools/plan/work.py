@@ -155,7 +155,7 @@ class Device:
 
     def adapters(self, kind: LayerKind) -> Passes:
         """A layer's adapters."""
-        if (rank := self.config.lora.rank) is None:
+        if (rank := self.plan.lora.rank) is None:
             return Passes()
         own = [p for n, p in self.plan.declared.items() if n.startswith(f"{BLOCKS}{kind.block}.") and is_adapter(n)]
         products = self.plan.tokens / self.sizes["tensor"] * sum(math.prod(p.shape[1:]) for p in own)
@@ -342,6 +342,17 @@ class Device:
         if self.sizes["pipeline"] > 1:  # stages share the tokens
             shared = 2 * self.plan.tokens / self.sizes["tensor"]
             found.traffic["pipeline"] = self.collective("pipeline", shared * stream)
+        return found
+
+    def predictions(self, tokens: float) -> PassSeconds:
+        """The head on some tokens, forward only."""
+        width, weights = self.config.model.hidden_size, head_parameter_count(self.plan.transformer)
+        products = tokens * weights / self.sizes["tensor"]
+        moved = FORWARD * LOGIT_BYTES * self.number / 2 * products / width
+        found = PassSeconds(2 * products / self.rates.matmul_flops(width, False))
+        found.elementwise = moved / self.rates.memory_bytes
+        if self.sizes["tensor"] > 1:
+            found.traffic["tensor"] = self.collective("tensor", tokens * self.number * width)
         return found
 
     def around_tower(self) -> Passes:
