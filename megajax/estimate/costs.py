@@ -125,5 +125,5 @@ def attention_flops(work: SublayerWork, S: int, window: int | None, causal: bool
 
 def attended_keys(S: int, window: int | None, causal: bool) -> float:
     """Mean number of keys that a query attends to; S/2 for plain causal attention, as usual; twice that without it."""
-    window = S if window is None or window >= S else window
+    window = S if window is None else min(window, S)
     return (window - window * window / (2 * S)) * (1 if causal else 2)

@@ -98,7 +98,7 @@ class WholeSequences(Comm):
 
         def apply(x, experts, weights, matrices):
             count = matrices.num_experts
-            first = lax.axis_index(over) * count if over else 0
+            first = lax.axis_index(over) * count
             local_experts = jnp.where((experts >= first) & (experts < first + count), experts - first, count)
             mlp = ops.ExpertMlp(activation, self.kernels.experts)
             route = ops.SortedRoute.of(local_experts, count, capacity)

@@ -60,7 +60,6 @@ def attend_backward(
 
     If k and v are a part of the keys, `whole` is that of all parts, and dq is this part's share.
     """
-    _check(q, k, v)
     delta, log2_sum = of_queries(whole, dout)
     widths, (q, k, v) = (q.shape[-1], v.shape[-1]), _widened(q, k, v)
     dout = _pad(dout, v.shape[-1], 3)

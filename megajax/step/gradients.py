@@ -125,7 +125,7 @@ def _newest_amax(graph: Graph, weight_amax: list[Any], amax: Mapping[str, Any]) 
     """This step's amaxes of all layers' weights, and of their inputs and gradients, for `Scaling.record`."""
     pairs = zip(graph.stacks, weight_amax, strict=True)
     newest = [stack.weights.all.of_all_layers((own, stack.collect_amax(amax[stack.NAME]))) for stack, own in pairs]
-    return newest[0] if len(newest) == 1 else jax.tree.map(lambda *rows: jnp.concatenate(rows), *newest)
+    return jax.tree.map(lambda *rows: jnp.concatenate(rows), *newest)
 
 
 def _collect_metrics(graph: Graph, metrics: Mapping[str, Any]) -> dict[str, dict[str, jax.Array]]:

@@ -31,7 +31,7 @@ SMALL = {"num_heads": 8, "hidden_size": 32, "ffn_hidden_size": 64, "vocab_size":
 # Where layers do not fill the stages, some slots are empty: gpt2's biases would show it if they did anything.
 MODELS = {
     "llama": {**SMALL, "num_layers": 8, "num_kv_heads": 2},
-    "mlp of 6": {**SMALL, "num_layers": 6, "block_pattern": ["mlp"]},
+    "mlp of 6": {**SMALL, "num_layers": 6, "block_pattern": ["mlp"], "mlp_bias": True},
     "attention of 4": {**SMALL, "num_layers": 4, "num_kv_heads": 2, "block_pattern": ["attention"]},
     "gpt2 of 3": {**SMALL, **GPT2, "num_layers": 3, "dropout": 0.2},
     "gemma": {**SMALL, **GEMMA, "num_layers": 4},
