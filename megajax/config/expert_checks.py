@@ -51,11 +51,10 @@ def check_upcycling(config: Config) -> None:
 def warn_about_upcycling(config: Config) -> None:
     """Warn if the first output of the experts of `checkpoint.upcycle` is not that of the MLP."""
     key, model, router = "checkpoint.upcycle", config.model, config.model.router
-    over_chosen = router.score_function == "softmax" and not router.pre_softmax
     sums = "the weights of a token's experts do not add up to 1"
     for other, value, differs, why in (
         ("model.experts_per_token", 2, model.experts_per_token == 1, sums),
-        ("model.router.normalise", "true", not router.normalise and not over_chosen, sums),
+        ("model.router.normalise", "true", not router.normalise, sums),
         ("model.router.scaling_factor", 1, router.scaling_factor != 1, sums),
         ("model.router.capacity_factor", "null", router.capacity_factor is not None, "experts drop tokens"),
     ):

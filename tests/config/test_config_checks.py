@@ -538,11 +538,21 @@ def test_what_chats_decide_themselves_is_warned_about_if_it_is_set_otherwise(pac
         load_config("printed.yaml")
 
 
-def test_experts_that_drop_tokens_do_not_begin_with_the_loss_of_the_mlp_that_they_copy():
-    with pytest.warns(
-        UserWarning, match=r"capacity_factor=2\.0 begin .* drop .*: set model.router.capacity_factor=null"
-    ):
-        load_config("x.yaml", [*UPCYCLE.split(), "model.router.capacity_factor=2.0"])
+@pytest.mark.parametrize(
+    ("settings", "cure"),
+    [
+        ("model.experts_per_token=1 model.router.pre_softmax=true", "experts_per_token=2"),
+        ("model.router.normalise=false model.router.pre_softmax=true", "router.normalise=true"),
+        ("model.router.normalise=false model.router.score_function=sigmoid", "router.normalise=true"),
+        ("model.router.scaling_factor=2.0", "router.scaling_factor=1"),
+        ("model.router.capacity_factor=2.0", "router.capacity_factor=null"),
+    ],
+)
+def test_experts_that_do_not_begin_with_the_loss_of_the_mlp_that_they_copy_are_warned_about(settings, cure):
+    with pytest.warns(UserWarning) as caught:
+        load_config("x.yaml", [*UPCYCLE.split(), *settings.split()])
+    (found,) = caught
+    assert f"set model.{cure} to begin with" in str(found.message)
 
 
 URL = "https://host/shard"

@@ -126,6 +126,7 @@ OVERRIDES = {
     "model=3": "model=3 is not a mapping (@): set its keys, such as model.num_layers.",
     "model=num_layers:4": "model=num_layers:4 is not a mapping (@): write a space after each colon.",
     "model.rope_sections=[1, 2, 3, 4]": "model.rope_sections=[1, 2, 3, 4] has too many entries (@): give 3.",
+    "optimizer.muon.coefficients=[]": "optimizer.muon.coefficients=[] is empty (@): give at least one entry.",
     "optimizer.muon.coefficients=[[1, 2, 3, 4]]": (
         "optimizer.muon.coefficients.0=[1, 2, 3, 4] has too many entries (@): give 3."
     ),

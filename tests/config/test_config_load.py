@@ -147,6 +147,10 @@ def test_letters_of_all_languages_are_shown_as_they_are_typed():
     assert [as_override(value) for value in ("/müller/数据", ["é", 1])] == ["/müller/数据", "[é, 1]"]
 
 
+def test_a_long_list_is_written_as_a_short_one():
+    assert as_override(["dense"] * 50) == f"[{', '.join(['dense'] * 50)}]"
+
+
 def test_lists_from_the_command_line():
     data = load_config("x.yaml", ["data.train=[{prefix: a}, {prefix: b, weight: 2}]"]).data
     assert [(source.prefix, source.weight) for source in data.train] == [("a", 1.0), ("b", 2.0)]  # type: ignore
