@@ -238,6 +238,17 @@ def test_what_stages_send_is_that_of_the_traced_step(virtual_stages):
     assert step.weights["pipeline"].exposed == step.weights["pipeline"].seconds
 
 
+def test_fsdp_gathers_the_first_and_last_of_a_stages_four_layers_once_a_step():
+    """And each of the others as often as a stage's only layer, in every operation."""
+    sections = {"mesh": {"pipeline": 2, "fsdp": 2}, "pipeline": {"schedule": "gpipe"}, "batch": {"num_microbatches": 2}}
+    one, four = (
+        traced_bytes(make("dense", 4, model={"num_layers": 2 * n}, kernels={"scan_unroll": n}, **sections), "fsdp")
+        for n in (1, 4)
+    )
+    layer = D * 16 * (4 + 2 * 4) + D * D + 3 * D * 256  # a device sends its half, of two bytes each
+    assert four - 2 * V * D == 2 * (one - 2 * V * D) + 2 * layer
+
+
 RANK = 8
 LORA = {"rank": RANK, "targets": ["output"]}
 
