@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from megajax import cluster
 from megajax.data.loader import samples_of_step
 from megajax.data.packing import RowPacking
 from megajax.data.samples import Samples
@@ -19,7 +18,7 @@ class Modalities(Hook):
 
     def on_log(self, run: RunView, step: int, values: dict[str, Any]) -> None:
         vision = run.config.model.vision
-        if vision is None or not cluster.current().is_first:
+        if vision is None:
             return
         indices = samples_of_step(self._train, run.sizes, step - 1, RowPacking.of(run.config)).tolist()
         patches = sum(sized.rows * sized.columns for i in indices for sized, _ in self._train.pictures(i))

@@ -23,6 +23,7 @@ from megajax.training.batches import batches
 from megajax.training.compiled_steps import CompiledSteps
 from megajax.training.loop import Trainer
 from megajax.training.profiling import Profile
+from megajax.training.trackers import TensorBoardLog
 
 KEYS = {
     "step",
@@ -219,6 +220,14 @@ def events(directory: Path) -> Iterator[Any]:
 def scalars(directory: Path) -> set[tuple[str, int]]:
     """(tag, step) of every scalar in the event files."""
     return {(value.tag, event.step) for event in events(directory) for value in event.summary.value}
+
+
+def test_tensorboard_has_each_line_while_the_run_goes_on(tmp_path):
+    log = TensorBoardLog(tmp_path, 0, "run: {}")
+    for step in (1, 2):
+        log.write(step, {"train/loss": 3.0 / step})
+        assert ("train/loss", step) in scalars(tmp_path)
+    log.close()
 
 
 def test_tensorboard_holds_the_numbers_of_metrics(run):

@@ -25,7 +25,7 @@ from megajax.training.logs import MetricsLog
 from megajax.training.loop import STEPS_AHEAD, Trainer
 from megajax.training.rollbacks import Rollbacks
 from megajax.training.run_lock import Leftovers
-from megajax.training.run_record import changed_keys, set_aside, write_config
+from megajax.training.run_record import changed_keys, keep_tokenizer, set_aside, write_config
 from megajax.training.saving import StateSaver
 from megajax.training.spikes import Rollback
 
@@ -351,6 +351,18 @@ def test_a_save_that_fails_with_nothing_to_fall_back_on_ends_the_run(run_dir, bu
     ):
         trainer.run()
     assert not (run_dir / "lock").exists()
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_the_template_is_kept_of_a_run_that_reads_it(tmp_path, make_config, kind):
+    (tmp_path / "a.jinja").write_text("{{ messages }}")
+    data = (f"data.kind={kind}", "data.tokenizer=byte", "data.order=shuffled")
+    unread = pytest.warns(UserWarning, match="data.chat_template=.* has no effect")
+    with contextlib.nullcontext() if kind == "chat" else unread:
+        config = make_config(*data, f"data.chat_template={tmp_path / 'a.jinja'}")
+    (run := tmp_path / "run").mkdir()
+    keep_tokenizer(run, config)
+    assert [path.name for path in run.iterdir()] == ["chat_template.jinja"] * (kind == "chat")
 
 
 def test_metrics_that_a_full_disk_refused_are_written_later(tmp_path, make_config, read_metrics):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -300,11 +301,14 @@ def test_a_token_outside_the_vocabulary_far_into_the_data_is_refused(make_config
         def __getitem__(self, index):
             return np.full(17, 125 if index >= 40 else 3, np.int32)
 
-    source = batches(trainer.program, "train", Text())
+    earlier, source = threading.enumerate(), batches(trainer.program, "train", Text())
     for _ in range(5):
         next(source)
-    with pytest.raises(InputError, match="data.train holds token id 125, but model.vocab_size=125"):
+    with pytest.raises(InputError, match="data.train holds token id 125, but model.vocab_size=125") as caught:
         next(source)
+    for reader in (thread for thread in threading.enumerate() if thread not in earlier):
+        reader.join(9)
+        assert not reader.is_alive(), f"nothing is read ahead while a notebook holds {caught.value}"
     trainer.checkpoints.close()
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from megajax.data.loader import datasets
 from megajax.mesh import build_mesh
 from megajax.schema.batch_schedule import BatchSizes, Position
 from megajax.training.batches import batches
-from megajax.training.checks import SpikeCheck
+from megajax.training.checks import NonFiniteCheck, SpikeCheck
 from megajax.training.loop import Trainer
 from megajax.training.resuming import ResumePoint
 from megajax.training.rollbacks import Rollbacks
@@ -71,7 +72,7 @@ def test_a_save_between_log_points_examines_the_steps_that_wait(make_config):
     watch = LossWatch(make_config("run.spike_factor=1.5", "run.spike_window=2"))
     for step, loss in enumerate([3, 3, 9], start=1):
         watch.keep(step, metrics(loss))
-    with pytest.warns(UserWarning, match="loss spike at step 3: 9.0000 is more than"):
+    with pytest.warns(UserWarning, match="loss spike at step 3: 9.0000 is more than .*the last 2 steps.$"):
         assert watch.saved(3) == {"losses": {"last": [3, 9], "spikes": 1}}
 
 
@@ -96,6 +97,16 @@ def test_the_event_of_spikes_that_were_found_together_is_of_the_first(tmp_path, 
         check.on_step(run)
         check.examine(run, run.step)
     assert [step for _, step, _ in events] == [3, 8] and len(said) == 2
+
+
+@pytest.mark.parametrize(("end", "in_row", "ends"), [(None, 2, False), (None, 3, True), ("a rollback", 3, False)])
+def test_steps_that_are_not_finite_end_a_run_that_does_not_end_already(make_config, end, in_row, ends):
+    said, ended = [], []
+    config = make_config("run.max_nonfinite_steps=2")
+    run: Any = SimpleNamespace(end=end, config=config, note=said.append, end_with=ended.append)
+    saved: Any = SimpleNamespace(latest_step=None)
+    NonFiniteCheck(lambda: saved).on_log(run, 9, metrics(3, in_row))
+    assert len(said) == len(ended) == ends
 
 
 def test_weights_from_elsewhere_may_be_the_cause_of_bad_numbers(make_config):

@@ -128,6 +128,9 @@ def test_several_modules_a_teacher_adapters_and_consecutive_tokens():
     found = lines(DENSE | {"num_layers": 1} | heads, {"fsdp": 4, "context": 2}, 2)
     assert found["modules"].startswith("2 for ") and "; 0.3 × the mean of their losses" in found["modules"]
     assert found["context"].endswith("; per sequence and device 32 consecutive tokens")  # of 64 on 2 devices
+    documents = {"kind": "synthetic", "synthetic_documents": 16, "reset_attention": True}
+    found = lines(DENSE, {"fsdp": 2, "context": 4}, 2, data=documents, communication={"context": "dynamic"})
+    assert "in groups of 1 to 4 devices" in found["context"]
     lora = {"rank": 2, "alpha": 16, "targets": ["query", "output"]}
     found = lines(DENSE, {"fsdp": 8}, 1, lora=lora, checkpoint={"init_from": "base"})
     count = 8 * (2 * (D + 4 * H) + 2 * (4 * H + D))  # of 8 layers: D → 2 → 4 heads, and back
