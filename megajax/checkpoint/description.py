@@ -336,7 +336,7 @@ def _saved_model(found: Sequence[SettingDifference], model: ModelConfig) -> Mode
 
 def _note(difference: SettingDifference) -> str:
     """What a user should know of a difference in a value that may follow from other keys."""
-    if difference.key == "data.kind" and OWN_BATCHES in (difference.saved, difference.mine):
+    if OWN_BATCHES in (difference.saved, difference.mine):
         return f" ({OWN_BATCHES}: the batches are made by the program that gives it to megajax.Trainer)"
     if difference.key != "data.train_samples":
         return ""

@@ -107,7 +107,7 @@ def _rows(lengths: np.ndarray, documents: np.ndarray, samples: int, sequence_len
     for first in range(0, len(documents), chunk):
         lengths_of_chunk = lengths[documents[first : first + chunk]].astype(np.int64)
         ends = position + np.cumsum(lengths_of_chunk)
-        last = min(samples, (int(ends[-1]) - 1) // sequence_length) if ends[-1] else -1
+        last = min(samples, (int(ends[-1]) - 1) // sequence_length)
         if last >= filled:
             tokens = np.arange(filled, last + 1, dtype=np.int64) * sequence_length
             at = np.searchsorted(ends, tokens, side="right")

@@ -84,6 +84,7 @@ def test_what_is_not_a_checkpoint_is_a_sentence(run_dir, tmp_path):
     assert f"give the run, {run_dir}, or {run_dir}/checkpoints/STEP." in sentence(run_dir / "checkpoints")
     assert "empty has no complete checkpoint" in sentence(tmp_path / "empty")
     assert "has checkpoints of steps 9, 10." in sentence(run_dir / "checkpoints/7")
+    assert "checkpoints/last does not exist" in sentence(run_dir / "checkpoints/last")
     assert "checkpoints/3 is damaged (it has no parameters)" in sentence(tmp_path / "damaged")
     (tmp_path / "damaged/checkpoints/3/state/manifest.ocdbt").write_text("no manifest")
     assert "checkpoints/3 is damaged (" in sentence(tmp_path / "damaged")

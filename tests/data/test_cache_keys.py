@@ -153,11 +153,12 @@ def test_every_key_of_the_data_is_in_the_test_above():
 def test_all_that_decides_the_work_of_balanced_rows_is_in_the_name(folder, monkeypatch):
     changed = {"layers": ((8, 1),), "causal": False}
     assert changed.keys() == AttentionPairs.__dataclass_fields__.keys()
-    for number, fields in enumerate(({}, *({name: own} for name, own in changed.items())), start=1):
-        packing = RowPacking("balanced", AttentionPairs(**fields))
-        monkeypatch.setattr(RowPacking, "of", lambda config, packing=packing: packing)
-        open_chat(config_of(folder, "chat", "shared"), str(folder / "a.jsonl"))
-        assert len([*(folder / "shared").glob("*/key.json")]) == number
+    for method, counts in (("balanced", (1, 2, 3)), ("first_fit", (1, 1, 1))):
+        for number, fields in zip(counts, ({}, *({name: own} for name, own in changed.items())), strict=True):
+            packing = RowPacking(method, AttentionPairs(**fields))
+            monkeypatch.setattr(RowPacking, "of", lambda config, packing=packing: packing)
+            open_chat(config_of(folder, "chat", method), str(folder / "a.jsonl"))
+            assert len([*(folder / method).glob("*/key.json")]) == number
 
 
 def test_every_file_of_a_glob_is_in_the_name_of_what_is_stored(folder):

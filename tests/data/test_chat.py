@@ -97,6 +97,8 @@ def test_a_picture_is_named_under_each_key_that_templates_know():
     assert isinstance(found, Chat)
     contents = [message["content"] for message in found.messages]
     assert contents == [[IMAGE_PART, {"type": "text", "text": "what?"}], "a"]
+    found = read_record({name: value for name, value in spoken.items() if name != "images"})
+    assert isinstance(found, Chat) and found.messages[0]["content"] == "<image>\nwhat?"
     with pytest.raises(ValueError, match="has no path or URL for the picture in part 0 of message 0"):
         read_record({"messages": [{"role": "user", "content": [{"type": "image", "file": "a.png"}]}]})
 
