@@ -31,7 +31,7 @@ class Qwen25VlText(Qwen2):
         sections = {"mrope_section": [*model.rope_sections]}
         out = super().write_rope(model)
         key, name = self.older_rope
-        older = {key: name} if out["rope_scaling"] is None else out["rope_scaling"]
+        older = out["rope_scaling"] or {key: name}
         return out | {"rope_scaling": older | sections, "rope_parameters": out["rope_parameters"] | sections}
 
 

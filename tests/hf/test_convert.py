@@ -400,7 +400,7 @@ MISTAKES = {
         lambda f: change_config(f, hidden_act="relu6"),
         "hidden_act=relu6 is not silu, and megajax cannot",
     ),
-    "no tensor": (lambda f: change_tensors(f, lambda t: t.pop(Q)), f"has no tensor {Q}"),
+    "no tensor": (lambda f: change_tensors(f, lambda t: t.pop(Q)), f"has no tensor {Q}: copy"),
     **{  # of transformers' decoders, of its encoders and of T5
         f"the head of a classifier, {head}": (
             partial(change_tensors, change=lambda t, head=head: t.update({head: t.pop("lm_head.weight")})),

@@ -5,6 +5,7 @@ import pytest
 from megajax.config import ModelConfig
 from megajax.hf.defaults import DEFAULTS, LLAMA
 from megajax.hf.families import Gemma3Text
+from megajax.hf.modernbert import ModernBert
 from megajax.hf.rope_scaling import read_rope, write_rope
 
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 8}
@@ -120,3 +121,10 @@ def test_of_gemma_3_the_older_scaling_counts_beside_positions_by_kind_of_layer()
     for wrong in ({"rope_parameters": scaling}, {"rope_scaling": by_kind}):  # transformers ignores them
         with pytest.raises(ValueError, match="rope_parameters without full_attention"):
             read(**wrong)
+
+
+@pytest.mark.parametrize(("kinds", "local"), [(("sliding", "full"), 1e4), (("full", "full"), None)])
+def test_modernbert_has_another_base_in_layers_with_windows_only(kinds, local):
+    layers = {"num_hidden_layers": 2, "layer_types": [f"{kind}_attention" for kind in kinds]}
+    model = ModernBert().read(DEFAULTS["modernbert"] | layers)
+    assert (model["rope_theta"], model.get("rope_local_theta")) == (160000, local)

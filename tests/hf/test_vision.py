@@ -291,6 +291,15 @@ def test_qwen3_vl_s_positions_take_turns_in_either_layout(tmp_path, key):
             assert read_model(tmp_path)["rope_interleaved"]
 
 
+def test_scaled_positions_of_qwen2_5_vl_come_back_with_their_sections(tmp_path):
+    scaling = {"factor": 4.0, "original_max_position_embeddings": 32768, "mrope_section": [16, 24, 24]}
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | {"rope_scaling": scaling | {"type": "yarn"}}))
+    model = ModelConfig.model_validate(read_model(tmp_path))
+    text = family_for(model).write(model)["text_config"]
+    for key in ("rope_scaling", "rope_parameters"):
+        assert (scaling | {"rope_type": "yarn"}).items() <= text[key].items(), key
+
+
 # Of videos and of training; LLaVA's last layer, which is not read; transformers' name of a tower that is its own model
 NOT_WRITTEN = {"tokens_per_second", "num_hidden_layers", "projection_dim", "model_type"}
 
