@@ -305,6 +305,12 @@ def test_another_learning_rate_is_a_warning(configure):
         state_of(configure("llama", schedule={"learning_rate": 0.003}))
 
 
+def test_an_unknown_rate_and_an_unknown_number_of_samples_are_not_compared(configure, tmp_path):
+    config = configure("llama", copy=True, schedule={"learning_rate": 0.003}, checkpoint={"init_state": "position"})
+    common(tmp_path / "llama", optimizer=group(lr=None), args={"train_iters": None})
+    assert int(state_of(config)[1].step) == 10
+
+
 # Damaged and hostile checkpoints
 
 

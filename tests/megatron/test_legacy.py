@@ -235,7 +235,10 @@ CALL = Call(Named("posix", "mkdir"), ("made",))
         (lambda f: small(f, tensor_model_parallel_size=2), "no file of the tensor-parallel rank 1, of 2"),
         (lambda f: small(f, tensor_model_parallel_size=10**15), "no file of the tensor-parallel rank 1, of 1000000"),
         (lambda f: small(f, "00_001", pipeline_model_parallel_size=2), "no file of the pipeline-parallel rank 0, of 2"),
-        (lambda f: small(f, "01"), r"mp_rank_01 is no folder of a rank with tensor_model_parallel_size=1"),
+        *(
+            (lambda f, rank=rank: small(f, rank), f"mp_rank_{rank} is no folder of a rank with tensor_model_parallel")
+            for rank in ("01", "00_000")
+        ),
         (
             lambda f: write(f, "00", {"model": {"decoder.layers.0.mlp.experts.weight1": np.zeros((8, 8), np.float32)}}),
             "all experts in one tensor, decoder.layers.0.mlp.experts.weight1",

@@ -156,6 +156,11 @@ def test_what_cannot_run_is_a_sentence(table, case):
         check_mesh(make(table, mesh, model), int(np.prod([*mesh.values(), 1])))
 
 
+def test_prediction_modules_read_the_encoders_stream_on_one_stage(table):
+    model, *_ = BAD["modules"]
+    check_mesh(make(table, {}, model), 1)
+
+
 def test_uses_without_the_encoders_fields_are_sentences(table):
     config, batch = make(table, {}), fields()
     program = built(config, 1)

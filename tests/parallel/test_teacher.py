@@ -254,6 +254,9 @@ def test_a_run_reads_the_teachers_weights(table, tmp_path, monkeypatch):
     trained.run()
     frozen = trained.state.frozen
     assert frozen.keys() == {f"teacher.{name}" for name in weights}
+    for teacher in (True, False):
+        shapes = jax.eval_shape(lambda teacher=teacher: trained.program.random_state(teacher=teacher))
+        assert shapes.frozen.keys() == (frozen.keys() if teacher else set())
     for name, w in frozen.items():
         found = to_canonical(np.asarray(w), trained.program.placements[name])
         np.testing.assert_array_equal(found, weights[name.removeprefix("teacher.")], err_msg=name)
