@@ -23,6 +23,7 @@ from megajax.mesh import build_mesh
 from megajax.optim.slots import OptimizerSlots
 from megajax.options.pipeline_schedules import KINDS as SCHEDULES
 from megajax.parallel.experts import expert_parallel
+from megajax.parallel.tensor.ring import TensorRing
 from megajax.sharding import BLOCKS
 from megajax.step.pipeline.buffers import schedule_of
 from megajax.tools.plan import work
@@ -182,6 +183,7 @@ FP8 = {"precision": {"fp8": {"recipe": "current"}}}
 GATHERED: dict[str, tuple[str, dict]] = {
     "dense": ("biases", {}),
     "recomputed": ("dense", {"remat": {"policy": "full"}}),
+    "in pieces": ("dense", {"model": {"ffn_hidden_size": 2 * TensorRing.overlap_width}}),
     "in FP8": ("dense", FP8),
     "one layer in BF16": ("dense", {"precision": {"fp8": {"recipe": "current", "last_bf16_layers": 1}}}),
     "in blocks": ("dense", {"precision": {"fp8": {"recipe": "blockwise"}}, "model": {"hidden_size": 256}}),
