@@ -141,7 +141,7 @@ def sentence(capsys, *arguments: str) -> str:
         ("A=0\ntest 1 -gt 2 && A=1\n[ -n '' ] || B=2\n[ -z x ] || C=$?\np.py --micro-batch-size $A $B", [], ["0", "2"]),
         ("A=0\nuntil [ $A -ge 3 ]; do A=$((A + 1)); done\np.py --micro-batch-size $A", [], ["3"]),
         (
-            "for n in a b c x; do case $n in a) A=$A$n1 ;& x) A=${A}2 ;;& b|a) A=${A}3 ;; *) A=${A}4 ;; esac; done\n"
+            "for n in a b c x; do case $n in a) A=$A$n1 ;& x) A=${A}2 ;;& b|a) A=${A}3 ;; *) A=${A}4; esac; done\n"
             "p.py --micro-batch-size $A",
             [],
             ["23" + "3" + "4" + "24"],
@@ -256,13 +256,15 @@ def test_devices_are_those_of_a_launcher_around_two_shells(place):
 def test_sourced_files_are_read_and_others_are_named(place):
     (place / "a.sh").write_text("A=5\nsource nothing.sh\nsource $(pwd)/b.sh\n")
     loop = "for ((i = 0; i < 2; i++)); do A=$i; done"
-    (place / "train.sh").write_text(f". ./a.sh\n{loop}\ntorchrun --nproc-per-node 2 p.py {SMALL} --seed $A")
+    unknown = "if [[ $(hostname) == a ]]; then A=6; fi"
+    (place / "train.sh").write_text(f". ./a.sh\n{loop}\n{unknown}\ntorchrun --nproc-per-node 2 p.py {SMALL} --seed $A")
     with pytest.warns(UserWarning) as warned:
         given, world = read(["train.sh"])
     assert given["seed"] == 5 and world == 2
     texts = [str(each.message) for each in warned]
-    assert len(texts) == 3 and "nothing.sh" in texts[0] and "a.sh, line 2" in texts[0] and "$(pwd)/b.sh" in texts[1]
+    assert len(texts) == 4 and "nothing.sh" in texts[0] and "a.sh, line 2" in texts[0] and "$(pwd)/b.sh" in texts[1]
     assert "the loop in train.sh, line 2, is not read" in texts[2]
+    assert "the condition in train.sh, line 3, is not known" in texts[3]
 
 
 def test_variables_and_arguments_without_a_value_are_named(place, capsys):
@@ -420,6 +422,10 @@ OTHER_MODELS = {
             ("the line becomes a config that does not run: model.vocab_size=0 is too small (--vocab-size 0)",),
         ),
         (f"{SMALL} --global-batch-size 0", ("--global-batch-size 0 is below 1", "use 1 or more")),
+        *(
+            (f"{SMALL} --step-batch-size-schedule {each}", (f"{each} is no schedule such as", "correct it"))
+            for each in (",", "0:16,inf:32", "64:2,1K:4", "64:2")
+        ),  # of nothing, of no number, without a size for the first steps
         (f"{SMALL} --global-batch-size 3 --micro-batch-size 2", ("no multiple",)),
         (SMALL.replace("--vocab-size 512", ""), ("in the files of the tokenizer", "--vocab-size")),
         (
@@ -669,8 +675,9 @@ def test_pipeline_layouts_are_layers_of_virtual_stages():
     assert found["pipeline"] == {"virtual_stages": 2, "layout": [2, 2, 2, 4]}
     found, _ = settings(f"{line} --num-layers 7 --decoder-first-pipeline-num-layers 3", 2)
     assert found["pipeline"] == {"layout": [3, 4]}
-    found, _ = settings(f"{line} --num-layers 7 --decoder-last-pipeline-num-layers 3", 2)
-    assert found["pipeline"] == {"layout": [4, 3]}
+    for first in ("", "--decoder-first-pipeline-num-layers 4"):
+        found, _ = settings(f"{line} --num-layers 7 --decoder-last-pipeline-num-layers 3 {first}", 2)
+        assert found["pipeline"] == {"layout": [4, 3]}
     ends = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
     found, _ = settings(f"{line} --num-layers 6 {ends} --num-layers-per-virtual-pipeline-stage 2", 2)
     assert found["pipeline"] == {"virtual_stages": 2, "layout": [1, 2, 2, 1]}

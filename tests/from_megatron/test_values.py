@@ -43,6 +43,12 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         1,
         {"model.rope_scaling.beta_fast": 32.0, "model.rope_scaling.beta_slow": 1.0},
     ),
+    # 0.1 · mscale · ln(factor) + 1, divided by the same of mscale_all_dim
+    "YaRN's factor of queries and keys is a quotient": (
+        f"{DENSE.replace('rope ', 'yarn ')} --rotary-scaling-factor 4 --mscale 0.5 --mscale-all-dim 0.7",
+        1,
+        {"model.rope_scaling.attention_factor": pytest.approx(1.0693147180560 / 1.0970406052784)},
+    ),
     "a batch without its size is one microbatch of each replica": (
         DENSE.replace("--global-batch-size 16", ""),
         4,
@@ -58,6 +64,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         1,
         {"model.sliding_window": 128, "model.layer_pattern": ["local", "local", "local", "global"]},
     ),
+    "no window is as long as all later tokens": (f"{DENSE} --window-size 127,-1", 1, {"model.sliding_window": 128}),
     # Of 24 samples half an increment each: 8 from 0 samples on, 12 from 12 and 16 from 24 on, of 128 tokens.
     "a ramp-up of two increments": (
         f"{DENSE.replace('size 2', 'size 4')} --rampup-batch-size 8 4 24",
@@ -163,6 +170,15 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         f"{EXPERTS} seq_aux_loss --moe-aux-loss-coeff 0.01",
         1,
         {"model.router.global_loss": 0.01, "model.router.sequence_loss": 0.01},
+    ),
+    "Sinkhorn's weights of several experts are a softmax over all of them": (
+        EXPERTS.replace("aux_loss", "sinkhorn"),
+        1,
+        {
+            "model.router.score_function": "softmax",
+            "model.router.pre_softmax": True,
+            "model.router.normalise": False,
+        },
     ),
     "tokens beyond the capacity by probability": (
         f"{EXPERTS} --moe-expert-capacity-factor 1.5",
@@ -387,6 +403,7 @@ CONTRADICTIONS = [
     ("--num-attention-heads 3", 1, "3 heads do not divide a hidden size of 400.*add --kv-channels"),
     ("--group-query-attention --num-query-groups 2 --multi-latent-attention", 1, "remove one of them"),
     ("--window-size 127", 1, "--window-size 127 is no pair such as .*correct it"),
+    ("--window-size 127,1", 1, "--window-size 127,1: tokens never attend to later ones"),
     ("--window-size 127,0 --window-attn-skip-freq [0]*2", 1, r"skip-freq \[0\]\*2 has 2 layers, the model 4"),
     ("--window-size 127,0 --window-attn-skip-freq 0", 1, "--window-attn-skip-freq 0 is no frequency.*use 1 or more"),
     ("--no-rope-freq 0", 1, "--no-rope-freq 0 is no frequency.*use 1 or more"),
@@ -409,6 +426,11 @@ CONTRADICTIONS = [
     (f"{STAGES} 4 --pipeline-model-parallel-layout Ett|tL", 2, "has 3 layers in 2 stages, not 4 in a multiple of 2"),
     (f"{STAGES} 4 --pipeline-model-parallel-layout Ett|(ttL", 2, r"\(ttL is no layout such as"),
     (f"{STAGES} 4 --decoder-first-pipeline-num-layers 5", 2, "4 layers cannot be divided into 2 stages"),
+    (
+        f"{STAGES} 4 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 2",
+        2,
+        "4 layers cannot be divided into 2 stages",
+    ),
     (
         "--pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 1",
         3,

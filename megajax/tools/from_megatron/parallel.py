@@ -90,7 +90,7 @@ def translate_batch(t: Translation, replicas: int) -> int:
     schedule = _step_schedule(t, length) or _ramp_up(t, length)
     size = t["global_batch_size"]
     if t["step_batch_size_schedule"] is not None:
-        size = schedule[-1][1] if schedule else size
+        size = schedule[-1][1]
     if size is None:
         size = micro * replicas
     if size < 1 or size % (micro * replicas):
@@ -127,17 +127,18 @@ def _step_schedule(t: Translation, length: int) -> list[tuple[int, int]]:
             raise t.arguments.fail(problem, "remove one")
     try:
         pairs = [entry.split(":") for entry in text.replace(",", " ").split()]
-        found = sorted((_amount(tokens), _amount(size)) for tokens, size in pairs)
-    except ValueError:
+        found = sorted((_amount(tokens) // length * length, _amount(size)) for tokens, size in pairs)
+        if not found or found[0][0]:
+            raise ValueError
+    except (ValueError, OverflowError):
         problem = f"{t.arguments.shown('step_batch_size_schedule')} is no schedule such as '0:256 50B:512'"
         raise t.arguments.fail(problem, "correct it") from None
-    return [(tokens // length * length, size) for tokens, size in found]
+    return found
 
 
 def _amount(text: str) -> int:
-    unit = text.strip().upper()[-1:]
-    factor = UNITS.get(unit if unit in UNITS else "", 1)
-    return int(float(text.strip().upper().removesuffix(unit) if factor > 1 else text) * factor)
+    factor = UNITS.get(text[-1:].upper(), 1)
+    return int(float(text[:-1] if factor > 1 else text) * factor)
 
 
 def _ramp_up(t: Translation, length: int) -> list[tuple[int, int]]:
@@ -266,7 +267,7 @@ def _uneven(t: Translation, stages: int, rounds: int, layers: int, first: int | 
     """The layers of the virtual stages where the first or the last stage has a number of its own."""
     inner = stages - (first is not None) - (last is not None)
     left = layers - (first or 0) - (last or 0)
-    middle, rest = divmod(left, inner) if inner > 0 else (0, left)
+    middle, rest = divmod(left, inner) if inner else (0, left)
     counts = [middle if first is None else first, *[middle] * (stages - 2), middle if last is None else last]
     if rest or any(count % rounds or count < 0 for count in counts):
         problem = f"{layers} layers cannot be divided into {stages} stages of {rounds} parts with these ends"

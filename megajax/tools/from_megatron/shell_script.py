@@ -276,7 +276,7 @@ class Script:
 
     def _test(self, words: list[list[str]]) -> bool | None:
         """The result of [[ ... ]], [ ... ] or test; None for one that is not known."""
-        flat = [field[0] if len(field) == 1 else " ".join(field) for field in words[1:]]
+        flat = [" ".join(field) for field in words[1:]]
         flat = flat[:-1] if flat and flat[-1] in ("]]", "]") else flat
         for sign, combine in (("||", any), ("-o", any), ("&&", all), ("-a", all)):
             if sign in flat[1:]:

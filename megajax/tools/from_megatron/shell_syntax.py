@@ -188,7 +188,7 @@ class _Lexer:
             if self.at < len(text) and text[self.at] == "(" and assigned.endswith("="):
                 if ASSIGNMENT.fullmatch(assigned):
                     return self._array(assigned, line)
-        if self.at == start and text.startswith(("<(", ">("), start):
+        if text.startswith(("<(", ">("), start):
             self.at += 1
             self._balanced("(", 0)
         if self.at == start:
