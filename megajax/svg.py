@@ -1,6 +1,7 @@
 """Pictures as SVG: shapes and text, in pixels."""
 
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
 
 INK, FAINT = "#222222", "#d0d0d0"
 
@@ -46,6 +47,14 @@ def text(picture: ElementTree.Element, x: float, y: float, text: str, **attribut
     named = {"x": pixels(x), "y": pixels(y)} | _attributes(attributes)
     ElementTree.SubElement(picture, "text", named).text = text
     return text_width(text)
+
+
+def legend(picture: ElementTree.Element, x: float, y: float, colors: Iterable[str], meaning: str) -> float:
+    """Draws a square of each colour and their meaning beside them; returns the left end of the next entry."""
+    for color in colors:
+        rectangle(picture, x, y, 14, 14, fill=color)
+        x += 15
+    return x + 5 + text(picture, x + 5, y + 11, meaning) + 18
 
 
 def _attributes(named: dict[str, str]) -> dict[str, str]:

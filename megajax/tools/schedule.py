@@ -20,7 +20,7 @@ from megajax.layout.backward_parts import PARTS, backward_parts
 from megajax.options.pipeline_schedules import KINDS
 from megajax.step.pipeline.schedules import IDLE, Schedule, ScheduleTable, make_schedule
 from megajax.step.pipeline.simulator import Costs, Report, sends, simulate, tick_starts
-from megajax.svg import FAINT, INK, empty_picture, hexadecimal, pixels, rectangle, text, text_width, written
+from megajax.svg import FAINT, INK, empty_picture, hexadecimal, legend, pixels, rectangle, text, text_width, written
 
 # In a terminal
 
@@ -162,13 +162,10 @@ def draw_heading(
     text(picture, LEFT, 44, f"{report.ticks} ticks, idle {report.bubble:.1%} of the time; costs: {named}{part}")
     x, y = LEFT, 58
     for operation in schedule.tables:
-        for r in range(schedule.virtual_stages):
-            rectangle(picture, x, y, 14, 14, fill=hexadecimal(_shade(schedule, operation, r)))
-            x += 15
-        x += 5 + text(picture, x + 5, y + 11, _meaning(schedule, operation)) + 18
+        shades = [hexadecimal(_shade(schedule, operation, r)) for r in range(schedule.virtual_stages)]
+        x = legend(picture, x, y, shades, _meaning(schedule, operation))
     if costs.send:
-        rectangle(picture, x, y, 14, 14, fill=SENDING)
-        x += 20 + text(picture, x + 20, y + 11, "send") + 18
+        x = legend(picture, x, y, [SENDING], "send")
     if schedule.virtual_stages > 1:
         text(picture, x, y + 11, f"dark to light: virtual stage 0 to {schedule.virtual_stages - 1}")
 

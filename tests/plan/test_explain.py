@@ -9,6 +9,7 @@ import pytest
 from megajax.config import load_config
 from megajax.config.checks import check_mesh
 from megajax.errors import ConfigError
+from megajax.svg import text_width
 from megajax.tools.plan import explain, picture
 from megajax.tools.plan.__main__ import main
 from megajax.tools.plan.explain import mesh_overrides
@@ -94,6 +95,11 @@ def test_a_picture_has_the_phases_and_the_collectives_of_each_axis(config):
     drawing = ElementTree.fromstring(of_phases(found))
     boxes = [box for box in drawing.iter() if box.tag.endswith("rect")]
     legend = {box.get("fill"): after.text or "" for box, after in pairwise(drawing) if box.get("width") == "14"}
+    end = 0.0  # of an entry: a square, and the text beside it
+    for box, after in ((box, after) for box, after in pairwise(drawing) if box.get("width") == "14"):
+        (x, y), (left, base) = ([float(node.get(name, "")) for name in "xy"] for node in (box, after))
+        assert end < x < x + 14 < left and y < base <= y + 14
+        end = left + text_width(after.text or "")
     words = {name: name for name in ("forward", "head", "backward", "casts", "update", "waiting")}
     words |= {"hidden": "beside computation", "exposed": "nothing hides"}
     assert {COLORS[name] for name in words} == legend.keys()

@@ -8,7 +8,7 @@ from megajax.config import AXES
 from megajax.errors import counted
 from megajax.step.pipeline.buffers import schedule_of
 from megajax.step.pipeline.simulator import Costs
-from megajax.svg import FAINT, empty_picture, rectangle, text, text_width, written
+from megajax.svg import FAINT, empty_picture, legend, rectangle, text, written
 from megajax.tools import schedule as schedules
 from megajax.tools.plan.candidates import Candidate
 from megajax.tools.plan.report import mesh_text
@@ -143,13 +143,10 @@ def _heading(drawing: ElementTree.Element, found: Candidate, names: set[str], se
     text(drawing, LEFT, 24, f"{config.run.name}: {mesh_text(found)}", font_size="16", font_weight="600")
     microbatches = counted(config.batch.num_microbatches, "microbatch")
     text(drawing, LEFT, 46, f"a step of {_ms(time.total)}, {microbatches}, estimated")
-    x, y = float(LEFT), 60
+    x = float(LEFT)
     for name, color in COLORS.items():
         if name in names or (sends and name in ("hidden", "exposed")):
-            rectangle(drawing, x, y, 14, 14, fill=color)
-            meaning = MEANINGS.get(name, name)
-            text(drawing, x + 20, y + 11, meaning)
-            x += 20 + text_width(meaning) + 18
+            x = legend(drawing, x, 60, [color], MEANINGS.get(name, name))
 
 
 def _time_axis(drawing: ElementTree.Element, seconds: float, height: float) -> None:
