@@ -156,6 +156,7 @@ def test_every_option_for_which_there_are_other_names_is_one_of_a_command(capsys
         with pytest.raises(SystemExit):
             (imported := importlib.import_module(module)).main(words)
         shown += (page := capsys.readouterr().out)
+        assert not page.split("\n\n")[1].startswith(("positional arguments:", "options:")), f"{name} --help has no text"
         about = (imported.__doc__ or "").strip()
         if " ".join(about.split()) in " ".join(page.split()):
             assert about in page or "\n\n" not in about, f"{name} --help has the paragraphs of its text"

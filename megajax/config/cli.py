@@ -22,6 +22,7 @@ def parse_command_line(argv: Sequence[str]) -> Config:
     parser = CommandParser(
         PROGRAM,
         usage=f"{name} CONFIG.yaml [section.key=value ...] [--print-config] [--diff [OTHER.yaml]] [--help [SECTION]]",
+        description="Train the model of a config, or resume its run.",
         epilog=f"Example: {name} configs/quickstart.yaml run.steps=300 mesh.tensor=2",
         add_help=False,
     )
