@@ -114,19 +114,19 @@ def by_device(kernels: Iterable[Kernel]) -> dict[str, list[Kernel]]:
 def read_kernels(data: Any, host: str = "") -> list[Kernel]:
     """The kernels of a host's devices, from its `jax.profiler.ProfileData`; `host` precedes their names."""
     planes = {plane.name: plane for plane in data.planes}
-    gpus = {name: re.fullmatch(r"/device:GPU:(\d+)", name) for name in planes}
+    gpus = {name: found[1] for name in planes if (found := re.fullmatch(r"/device:GPU:(\d+)", name))}
     events = [
-        _Event(event) for name in planes if not gpus[name] for line in planes[name].lines for event in line.events
+        _Event(event) for name in planes if name not in gpus for line in planes[name].lines for event in line.events
     ]
-    if not any(gpus.values()):
+    if not gpus:
         return list(_of_cpus(events, host))
     launches = _launches(events)
     kernels = []
     for name, number in gpus.items():
         # The other lines of a GPU repeat its streams, grouped by operation, module and step.
-        for line in planes[name].lines if number else ():
-            if line.name.startswith("Stream") and number:
-                kernels += [_Event(event).kernel(f"{host}GPU {number[1]}", launches) for event in line.events]
+        for line in planes[name].lines:
+            if line.name.startswith("Stream"):
+                kernels += [_Event(event).kernel(f"{host}GPU {number}", launches) for event in line.events]
     return kernels
 
 

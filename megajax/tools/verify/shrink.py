@@ -153,7 +153,7 @@ class _Units(NamedTuple):
 
 def _small_model(config: Config, units: _Units, length: int) -> dict[str, Any]:
     model = config.model
-    kv_heads = 1 if model.num_kv_heads == 1 else min(model.num_kv_heads, max(2, units.heads))
+    kv_heads = min(model.num_kv_heads, max(2, units.heads))
     heads = kv_heads * min(model.num_heads // model.num_kv_heads, 2 if kv_heads > 1 else max(4, units.heads))
     width = _multiple(units.width * units.tensor, WIDTH)
     small: dict[str, Any] = {
