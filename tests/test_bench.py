@@ -1,8 +1,8 @@
 """Arguments of the benchmark: configs by path and by name, and mistakes."""
 
 import json
-import subprocess
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -109,18 +109,31 @@ def test_all_steps_after_the_warm_up_are_timed():
     assert bench.step_seconds(finished, 1) == [1, 2, 3, 4] and bench.step_seconds(finished, 3) == [3, 4]
 
 
+def program(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize("script", ["exit 9", "", None])
+def test_a_host_without_a_gpu_has_no_driver(script, tmp_path, monkeypatch):
+    """nvidia-smi fails, lists no GPU, or is not installed."""
+    if script is not None:
+        program(tmp_path / "nvidia-smi", script)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert bench.driver_version() is None
+
+
 @pytest.mark.parametrize(
     ("cuda", "cudnn", "shown"),
     [(13000, 91400, ("13.0", "9.14.0")), (12060, 90501, ("12.6", "9.5.1")), (0, 0, (None, None))],
 )
-def test_versions_are_written_as_nvidia_writes_them(cuda, cudnn, shown, monkeypatch):
+def test_versions_are_written_as_nvidia_writes_them(cuda, cudnn, shown, tmp_path, monkeypatch):
     """CUDA's number is 1000 x major + 10 x minor, cuDNN 9's 10000 x major + 100 x minor + patch."""
     numbers = SimpleNamespace(cuda_runtime_get_version=lambda: cuda, cudnn_get_version=lambda: cudnn)
     monkeypatch.setattr(jax_internals, "cuda_versions", numbers)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    smi, asked = SimpleNamespace(stdout="580.95.05\n580.95.05\n"), []
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: asked.append(command) or smi)
+    program(tmp_path / "nvidia-smi", "echo 580.95.05; echo 580.95.05")
+    monkeypatch.setenv("PATH", str(tmp_path))
     found = bench.versions()
-    assert [command[0] for command in asked] == ["nvidia-smi"]
     assert (found["jax"], found["jaxlib"]) == (jax.__version__, jaxlib.__version__)
     assert (found["cuda"], found["cudnn"], found["driver"]) == (*shown, "580.95.05")

@@ -47,6 +47,10 @@ def error_of(capsys):
     return error_of
 
 
+def legend(axes) -> list[str]:
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
 def points(axes) -> list[list[list[float]]]:
     return [line.get_xydata().tolist() for line in axes.lines]
 
@@ -62,6 +66,7 @@ def test_panels_show_what_was_logged_over_the_chosen_axis(x):
         [list(p) for p in zip(evaluation, [2.5], strict=True)],
     ]
     assert [y for _, y in points(losses)[2]] == [5, 5]
+    assert legend(losses) == ["training", "evaluation", "unigram entropy"]
     assert [y for _, y in points(rates)[0]] == [0.1, 0.2, 0.3]
     assert points(norms) == [[list(p) for p in zip(train, [2, 1], strict=True)]]
 
@@ -85,6 +90,7 @@ def test_a_run_has_one_colour_in_all_panels_and_its_own_name(make_run, tmp_path,
     assert plot.names_of(runs) == ["a/run", "b/run", "other"]
     figure = plot.draw(dict(zip("abc", map(plot.read_records, runs), strict=True)))
     losses, difference, loads, rates, _ = figure.axes
+    assert legend(losses) == [f"{name}: {kind}" for name in "abc" for kind in ("training", "evaluation")]
     assert [line.get_color() for line in losses.lines] == ["C0", "C0", "C1", "C1", "C2", "C2"]
     assert [line.get_color() for line in rates.lines] == ["C0", "C1", "C2"]
     assert points(loads)[1] == [[r["step"], 1.5] for r in with_experts]
@@ -102,7 +108,8 @@ def test_curves_that_coincide_have_their_differences_beneath():
     np.testing.assert_allclose(points(difference), [[[s, d] for s in (1, 2, 3)] for d in (1e-3, 2e-3)])
     scales = [plot.draw({"one": run(1), "two": run(factor)}).axes[1].get_yscale() for factor in (1.001, 1)]
     assert scales == ["log", "linear"]  # of zeros there is no logarithm
-    assert len(plot.draw({"one": run(1), "two": run(1.1)}).axes) == 1
+    for other in (run(1.1), run(1)[:1], [{"step": 4, "loss": 10.0}]):  # one point is no curve
+        assert len(plot.draw({"one": run(1), "two": other}).axes) == 1
     spike = [*run(1.001)[:2], {"step": 3, "loss": 12.0}]  # the others coincide
     np.testing.assert_allclose(points(plot.draw({"one": run(1), "two": spike}).axes[1])[0][2], [3, 0.2])
     below = [{"step": 1, "loss": 9.8}, {"step": 2, "loss": 10.0}, {"step": 3, "loss": 9.9}]

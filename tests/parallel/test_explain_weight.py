@@ -117,6 +117,8 @@ def test_forms_of_fp8_adapters_and_fused_weights_are_named(table):
     assert "frozen" in adapted and "with its adapter" in adapted and "backward" not in adapted
     rows = "\n".join(lines(table, "final_norm", "dense"))
     assert "whole on each device" in rows and "all-reduce over fsdp, tensor: 256 B" in rows
+    [stored] = [line for line in lines(table, "blocks.dense.attention.norm", "dense") if "  stored " in line]
+    assert stored.endswith("whole on each device: 1 KiB")  # four layers of 64 numbers in FP32
 
 
 def test_layers_with_the_same_chain_are_one(table):

@@ -59,6 +59,9 @@ def test_a_search_sets_the_keys_that_can_be_pinned_and_tries_each_schedule(eight
     schedules = [*vary.schedules(first)]
     found = first | schedules[0] | next(vary.remats(first)) | next(vary.experts_over(first))
     assert found.keys() == {*VARIED} and first.keys() == {*VARIED} - {"mesh.experts_over"}
+    mesh = {f"mesh.{axis}": size for axis, size in dict(data=2, fsdp=4, expert=2, context=1, tensor=2).items()}
+    over = [each["mesh.experts_over"] for each in vary.experts_over(mesh)]
+    assert over == [["expert"], ["expert", "data"], ["expert", "tensor"]]  # fsdp leaves less than an expert
     kinds = PipelineConfig.model_json_schema()["properties"]["schedule"]["enum"]
     assert {each["pipeline.schedule"] for each in schedules} == {*kinds} - {"gpipe"}  # slower than 1f1b
 

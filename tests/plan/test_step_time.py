@@ -96,6 +96,7 @@ def small(gpus: int = 1, **sections: dict) -> StepTime:
 def test_each_fitted_constant_is_a_multiple_of_what_its_comment_says():
     """Rows of a table that differ by a few per cent do not tell their constants, so each has a case by hand."""
     plain, number, memory = small(), 4 * LAYER + 2 * V * D + D, H200.memory_bytes
+    assert plain.losses.keys() == {"elementwise", "optimizer", "casts and sums of gradients"}
     assert plain.optimizer == pytest.approx(31.5 * number / memory)
     assert plain.conversions == pytest.approx(16 * number / memory)
     # A loop copies each layer's input, which is saved, and casts its weights in both passes.
@@ -115,9 +116,10 @@ def test_each_fitted_constant_is_a_multiple_of_what_its_comment_says():
         assert step.waiting == pytest.approx(0.0108 * doublings * (step.computation + step.head)), gpus
     # Fifteen ticks in five periods, each with a stream of a microbatch of 512 tokens and its gradient; or six ticks
     shape, stream = {"mesh": {"pipeline": 2}, "batch": {"num_microbatches": 4}}, 2 * 512 * D / H200.link_bytes
-    assert small(2, **shape).ticks == pytest.approx(15 * 150e-6 + 10 * stream)
-    lockstep = small(2, **shape, pipeline={"schedule": "zero_bubble"})
-    assert lockstep.ticks == pytest.approx(6 * (150e-6 + stream))
+    for schedule, ticks, sends in (("1f1b", 15, 10), ("zero_bubble", 6, 6)):
+        step = small(2, **shape, pipeline={"schedule": schedule})
+        assert step.ticks == pytest.approx(ticks * 150e-6 + sends * stream), schedule
+        assert step.sends.seconds == step.sends.exposed == pytest.approx(sends * stream), schedule
 
 
 @pytest.mark.parametrize("virtual_stages", [1, 2])
@@ -148,6 +150,15 @@ def test_the_first_layers_gathers_and_a_share_of_the_others_are_exposed_where_la
     assert fsdp.sent == sent and fsdp.seconds == pytest.approx(sent / min(H200.link_bytes, H200.nccl_bytes))
     first = fsdp.seconds / 4 / 2
     assert fsdp.exposed == pytest.approx(first + 0.47 * (fsdp.seconds - first))
+
+
+def test_one_microbatch_hides_the_gathers_and_reductions_that_are_once_a_step():
+    """Of eight microbatches of 64 tokens each; a third of the bytes and of the computation are the forward pass's."""
+    batch = {"global_size": 16, "sequence_length": 64, "num_microbatches": 8}
+    step = small(2, mesh={"data": 2}, batch=batch)
+    data, computation = step.weights["data"], (step.computation + step.head) / 8
+    assert 8 * 0.9 * computation > 0.5 * data.seconds
+    assert data.exposed == pytest.approx(data.seconds - 0.9 * computation)
 
 
 def test_collectives_of_activations_and_uneven_experts_by_hand():
