@@ -3,7 +3,6 @@
 metrics.jsonl keeps its own names, which are fixed; elsewhere a number has a tag, a group and that name.
 """
 
-import contextlib
 import os
 import re
 import shlex
@@ -239,10 +238,10 @@ class TensorBoardLog:
         directory.mkdir(exist_ok=True)
         self._writer = EventsWriter(str(directory / "events"))
         # TensorBoard then ignores the steps that an interrupted run logged after its last checkpoint.
-        self._add(Event(step=start_step + 1, file_version="brain.Event:2"))
-        self._add(Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START)))
+        self._call("write_event", Event(step=start_step + 1, file_version="brain.Event:2"))
+        self._call("write_event", Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START)))
         indented = "".join(f"    {line}\n" for line in config.splitlines())  # code, in Markdown
-        self._add(Event(wall_time=time.time(), step=start_step, summary=text("config", indented)))
+        self._call("write_event", Event(wall_time=time.time(), step=start_step, summary=text("config", indented)))
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write the numbers of a step, by tag."""
@@ -250,26 +249,17 @@ class TensorBoardLog:
         from tensorboardX.summary import scalar
 
         for name, number in numbers.items():
-            self._add(Event(wall_time=time.time(), step=step, summary=scalar(name, number)))
-        with self._warning():
-            if self._writer is not None:
-                self._writer.flush()
+            self._call("write_event", Event(wall_time=time.time(), step=step, summary=scalar(name, number)))
+        self._call("flush")
 
     def close(self) -> None:
-        with self._warning():
-            if self._writer is not None:
-                self._writer.close()
+        self._call("close")
 
-    def _add(self, event: Any) -> None:
-        with self._warning():
-            if self._writer is not None:
-                self._writer.write_event(event)
-
-    @contextlib.contextmanager
-    def _warning(self) -> Iterator[None]:
-        """Around each write: a failed write is the last, since it may have left half a record."""
+    def _call(self, method: str, *arguments: Any) -> None:
+        """A failed write is the last, since it may have left half a record."""
         try:
-            yield
+            if self._writer is not None:
+                getattr(self._writer, method)(*arguments)
         except OSError as error:
             self._writer = None
             warnings.warn(f"TensorBoard files can't be written any more ({error.strerror}).", stacklevel=2)

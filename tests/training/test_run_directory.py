@@ -28,6 +28,7 @@ from megajax.training.run_lock import Leftovers
 from megajax.training.run_record import changed_keys, keep_tokenizer, set_aside, write_config
 from megajax.training.saving import StateSaver
 from megajax.training.spikes import Rollback
+from megajax.training.trackers import TensorBoardLog
 
 
 def files(root: Path) -> dict[str, bytes]:
@@ -351,6 +352,16 @@ def test_a_save_that_fails_with_nothing_to_fall_back_on_ends_the_run(run_dir, bu
     ):
         trainer.run()
     assert not (run_dir / "lock").exists()
+
+
+def test_tensorboard_files_that_a_full_disk_refused_are_given_up_with_one_warning(tmp_path):
+    log = TensorBoardLog(tmp_path, 0, "run: {}")
+    with files_end_at(300), pytest.warns(UserWarning, match="TensorBoard files can't be written any more") as caught:
+        for step in range(9):
+            log.write(step, {"train/loss": 3.0})
+    assert sum("TensorBoard" in str(item.message) for item in caught) == 1
+    log.write(9, {"train/loss": 3.0})
+    log.close()
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
