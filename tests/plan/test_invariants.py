@@ -207,6 +207,14 @@ def test_what_tensor_gathers_and_sums_is_that_of_the_traced_step(case):
     assert time(candidate, FLOPS).traffic["tensor"].sent == pytest.approx(found, rel=1e-9)
 
 
+def test_a_ring_sends_keys_to_all_other_devices_and_their_gradients_back():
+    """Of four devices: keys and values in both passes three times, their FP32 gradients four times, until home."""
+    model, batch = {"num_layers": 1, "num_kv_heads": 2}, {"global_size": 2}
+    candidate = make("dense", 4, mesh={"context": 4}, communication={"context": "ring"}, model=model, batch=batch)
+    keys = 2 * (2 * LENGTH / 4) * 2 * 16
+    assert traced_bytes(candidate, "context", ("uint16",)) == 2 * keys * (2 * 3) + 4 * keys * 4
+
+
 PROJECTOR, PATCHES = "vision.projector.*", "vision.patch*"
 FROZEN: dict[str, list[tuple[str, float]]] = {
     "nothing": [],
