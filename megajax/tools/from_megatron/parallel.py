@@ -88,9 +88,7 @@ def translate_batch(t: Translation, replicas: int) -> int:
     """Batch sizes and their ramp-up; returns the largest number of sequences of a step."""
     micro, length = t.arguments.required("micro_batch_size"), sequence_length(t)
     schedule = _step_schedule(t, length) or _ramp_up(t, length)
-    size = t["global_batch_size"]
-    if t["step_batch_size_schedule"] is not None:
-        size = schedule[-1][1]
+    size = schedule[-1][1] if schedule else t["global_batch_size"]
     if size is None:
         size = micro * replicas
     if size < 1 or size % (micro * replicas):
@@ -101,7 +99,7 @@ def translate_batch(t: Translation, replicas: int) -> int:
     number = size // (micro * replicas)
     t.put("batch.num_microbatches", number, "micro_batch_size", *source[:1])
     t.put("batch.sequence_length", length, "seq_length", "encoder_seq_length")
-    if schedule and len(schedule) > 1:
+    if len(schedule) > 1:
         text = ", ".join(f"{tokens}: {each}" for tokens, each in schedule)
         t.put("batch.schedule", text, "step_batch_size_schedule", "rampup_batch_size")
         for _, each in schedule:
