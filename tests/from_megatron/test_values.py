@@ -446,6 +446,10 @@ CONTRADICTIONS += [
         *("make-vocab-size-divisible-by", "encoder-num-layers", "encoder-seq-length"),
     )
 ]
+CONTRADICTIONS += [
+    (f"--lr-warmup-fraction {share}", 1, f"--lr-warmup-fraction {share} is no share .*use 0 to below 1")
+    for share in ("1", "-0.1", "inf", "nan")
+]
 CONTRADICTIONS += [("--lr 0 --decoupled-lr 2e-3", 1, "--lr 0 is not above 0.*use more")]
 OF_EXPERTS = [
     ("--moe-layer-freq 0", 1, "--moe-layer-freq 0 is no frequency.*use 1 or more"),

@@ -75,6 +75,8 @@ class Arguments:
                 raise self.fail(f"{self.shown(name)} is below 1", "use 1 or more")
         if (rate := self["lr"]) is not None and rate <= 0:
             raise self.fail(f"{self.shown('lr')} is not above 0", "use more")
+        if (share := self["lr_warmup_fraction"]) is not None and not 0 <= share < 1:
+            raise self.fail(f"{self.shown('lr_warmup_fraction')} is no share of the decay", "use 0 to below 1")
 
     def __getitem__(self, name: str) -> Any:
         return self.given.get(name, DEFAULTS[name])
