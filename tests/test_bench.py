@@ -11,6 +11,8 @@ import pytest
 
 from dev import gpu_rows
 from megajax import jax_internals
+from megajax.config import load_config
+from megajax.config.extensions import import_extensions
 from megajax.estimate import costs
 from megajax.tools import bench
 
@@ -27,6 +29,19 @@ def test_configs_are_found_by_path_and_by_name(tmp_path):
     assert (found.data.kind, found.run.dir, found.checkpoint.init_from) == ("synthetic", str(tmp_path / "run"), None)
     assert (found.run.epochs, found.run.eval_steps, found.batch.schedule) == (None, 1, None)
     assert not found.logging.tensorboard and found.lora.rank == 2
+    pairs = [
+        "data.kind=chat",
+        "data.train=p.jsonl",
+        "data.tokenizer=byte",
+        "data.packing=pairs",
+        "objective.kind=dpo",
+        "lora.rank=2",
+        "teacher.base=true",
+    ]
+    import_extensions(["docs/examples/dpo.py"])
+    (tmp_path / "pairs.yaml").write_text(load_config("llama3_8b_l8", [*pairs, "checkpoint.init_from=sft"]).to_yaml())
+    found = bench.synthetic_config(str(tmp_path / "pairs.yaml"), [], str(tmp_path / "run"))
+    assert (found.data.kind, found.data.packing, found.objective.kind) == ("synthetic", None, "dpo")
     assert bench.split_runs(["a", "b", "x=1", "y=2"]) == [["a"], ["b", "x=1", "y=2"]]
 
 

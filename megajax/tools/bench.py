@@ -54,7 +54,7 @@ def synthetic_config(name: str, overrides: list[str], directory: str) -> Config:
     Every step has `batch.global_size` sequences. Weights are random, also those that adapters (`lora`) are trained
     beside.
     """
-    fixed = ["data.kind=synthetic", "run.eval_steps=1", f"run.dir={directory}"]
+    fixed = ["data.kind=synthetic", "data.packing=null", "run.eval_steps=1", f"run.dir={directory}"]
     fixed += ["logging.tensorboard=false", "checkpoint.init_from=random"]
     config = load_config(name, [*fixed, *overrides, "batch.schedule=null", "run.epochs=null"])
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"init_from": None})})

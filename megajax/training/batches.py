@@ -106,8 +106,9 @@ def check_batch_of(config: Config, batch_of: BatchOf) -> None:
 def check_own_fields(program: TrainProgram) -> None:
     """Raise ConfigError if the objective or the encoder reads batch fields that the loader does not make."""
     for name, field in sorted(program.graph.fields.items()):
-        of_chat = field.of_row and program.config.data.kind == "chat"  # which has one in a row (`check_objective`)
-        made = of_chat or program.config.span_lengths
+        # Chats have one segment in a row (`check_objective`), and of random tokens any division will do.
+        in_rows = field.of_row and program.config.data.kind in ("chat", "synthetic")
+        made = in_rows or program.config.span_lengths
         if (key := field.setting) in ("objective.kind", ENCODER_KIND) and not made:
             problem = f"{format_keys(program.config, key)} reads the batch field {name}, which data.train does not give"
             cure = "make the batches by Trainer's batch_of (docs/custom_loop.md)"

@@ -246,8 +246,11 @@ def test_dpo_trains_on_pairs_from_log_2_on_and_evaluates_them(tmp_path, capsys, 
     changed = {"model": MODEL | {"block_pattern": ["mlp"], "rope_theta": 5e3}}  # which no layer reads
     checkpoint = {"init_from": start, "allow_changes": ["model.rope_theta"]}
     more = {"teacher": reference, "checkpoint": checkpoint, "lora": {"rank": lora}} | changed
+    of_text = {"kind": "text", "packing": None, "text_key": "chosen"}
     with pytest.raises(ConfigError, match="objective.kind=dpo reads the batch field segments.*set data.kind=chat"):
-        megajax.Trainer(config_of(tmp_path, lines, synthetic, **more), jax.devices()[:1])
+        megajax.Trainer(config_of(tmp_path, lines * 20, of_text, **more), jax.devices()[:1])
+    rows = megajax.Trainer(config_of(tmp_path, lines, synthetic, **more), jax.devices()[:1]).next_batch()["segments"]
+    np.testing.assert_array_equal(rows, np.broadcast_to([[[0], [1]]] * 2, (2, 2, LENGTH)))  # as for a benchmark
     more |= {"mesh": {"fsdp": 2}, "schedule": {"learning_rate": 0.03, "warmup_steps": 0}}
     more["run"] = {"steps": 3, "dir": str(tmp_path / "run"), "eval_steps": "all", "extensions": [DPO, MODELS]}
     data = {"valid": str(tmp_path / "held.jsonl")}
