@@ -166,16 +166,17 @@ def checkpoints(folder: Path) -> Subject:
     run = folder / "run"
     step = run / "checkpoints" / "4"
     small = sorted(path for path in step.rglob("*") if path.is_file() and path.stat().st_size < 2**16)
-    best = write(run / "checkpoints" / "eval_losses.json", json.dumps({"4": 2.5}))
+    best = write(run / "checkpoints" / "evaluations.json", json.dumps({"4": {"eval_loss": 2.5}}))
 
     def read(path: Path) -> None:
         find_checkpoint(run, "RUN")
         run_config(run, "RUN")
         row(step, verify=True)
         if path == best:
-            from megajax.checkpoint.best import BestByLoss
+            from megajax.checkpoint.best import BestCheckpoints
 
-            BestByLoss(best.parent, 1).should_preserve([type("Saved", (), {"step": 4})], context=None)
+            opened_best = BestCheckpoints(best.parent, 1, "lowest eval_loss")
+            opened_best.should_preserve([type("Saved", (), {"step": 4})], context=None)
             return
         start = ResumePoint(saver, lambda: opened)
         start.state()
