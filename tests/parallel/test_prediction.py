@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.interpreters.partial_eval import dce_jaxpr
 from mesh_models import MIXTRAL, MODELS, UNPACKED
 
 from megajax.config import Config
@@ -14,6 +15,8 @@ from megajax.errors import ConfigError
 from megajax.kernel_choice import HOPPER
 from megajax.mesh import AXES, build_mesh
 from megajax.model import parameters
+from megajax.model.comm import Comm
+from megajax.model.mtp_block import PredictionBlock
 from megajax.reference import Reference
 from megajax.step.gradients import gradient_function
 from megajax.step.mtp import fields_of_modules
@@ -155,6 +158,22 @@ def test_targets_shift_within_a_document_and_nowhere_else():
     np.testing.assert_array_equal(found["mtp_mask"][0, :, 0], [1, 1, 0, 1, 1, 1, 0])
 
 
+def test_both_norms_of_a_join_and_its_output_have_their_biases(table):
+    """Those of layer norms, in NumPy."""
+    block = PredictionBlock(table.make_config(MODELS["gpt2"] | {"mtp_layers": 1}).model, "mtp")
+    rng = np.random.default_rng(3)
+    w = {n: rng.standard_normal(p.shape).astype(np.float32) for n, p in parameters(block.join).items()}
+    pair = rng.standard_normal((3, 2 * block.config.hidden_size)).astype(np.float32)
+
+    def normalised(x, name):
+        x = x - x.mean(-1, keepdims=True)
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON) * w[name] + w[f"{name}_bias"]
+
+    halves = zip(np.split(pair, 2, axis=1), ("embedding_norm", "stream_norm"), strict=True)
+    expected = np.concatenate([normalised(*half) for half in halves], axis=1) @ w["projection"]
+    np.testing.assert_allclose(block.join(w, pair, Comm()), expected, rtol=1e-4, atol=1e-4)
+
+
 # With `tensor` 2 three query heads a device: two stages cannot share them evenly
 DENSE = {**MODELS["llama"], "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64}
 DENSE |= {"num_heads": 6, "num_kv_heads": 2, "head_dim": 8, "attention_sinks": True}
@@ -206,9 +225,13 @@ def test_stages_must_divide_the_tokens_of_a_sequence(table):
 
 
 def test_each_modules_embedding_has_a_dropout_mask_of_its_own(table):
-    """The numbers that are folded into the step's key: 2^31 + 2 and the module (`step.mtp.DROPOUT`)."""
+    """The numbers that are folded into the step's key: 2^31 + 2 and the module (`step.mtp.DROPOUT`).
+
+    And each weight, biases of norms too, is read.
+    """
     sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 32, "mtp_layers": 3, "dropout": 0.5}
-    config = {"model": sizes | {"block_pattern": ["mlp"]}, "batch": {"global_size": 1, "sequence_length": 8}}
+    sizes |= {"norm": "layernorm", "block_pattern": ["mlp"]}
+    config = {"model": sizes, "batch": {"global_size": 1, "sequence_length": 8}}
     config = Config.model_validate(config | {"optimizer": {"kind": "sgd"}})
     program = TrainProgram.build(config, build_mesh({}, jax.devices()[:1]))
     step = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()
@@ -216,6 +239,8 @@ def test_each_modules_embedding_has_a_dropout_mask_of_its_own(table):
     state = jax.eval_shape(reference.first_state)
     loss = jax.make_jaxpr(reference.loss)(state.weights, state.layers, fields, jax.random.key(0))
     assert all(str(2**31 + 2 + module) in text for text in (step, str(loss)) for module in range(3))
+    _, read = dce_jaxpr(loss.jaxpr, [True] * len(loss.out_avals))
+    assert [n for n, used in zip(sorted(state.weights), read, strict=False) if not used] == []
 
 
 @pytest.mark.parametrize(("first", "last"), [(1, 0), (0, 1)])
