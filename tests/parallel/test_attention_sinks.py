@@ -10,6 +10,7 @@ from megajax.tools.plan.compile import no_gpu_needed
 from megajax.training.step import TrainProgram
 
 MODEL = {"num_layers": 1, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 250}
+MODEL |= {"block_pattern": ["attention"]}
 
 
 SINKS, ONE_DEVICE = {"attention_sinks": True}, [("none", 1), ("save_matmuls", 1), ("offload", 1), ("selective", 2)]

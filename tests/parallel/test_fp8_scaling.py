@@ -263,6 +263,7 @@ def test_amaxes_are_the_largest_of_all_microbatches_and_devices():
     """Of four rows, in two microbatches on two devices each: the largest amax of steps with one row in all places."""
     config = make_config()
     sizes = {"mesh": {"data": 2}, "batch": {**config.batch.model_dump(), "num_microbatches": 2}}
+    sizes["model"] = config.model.model_dump() | {"block_pattern": ["mlp"]}
     config = Config.model_validate(config.model_dump() | sizes)
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 2), jax.devices()[:2]))
     first = jax.tree.map(np.array, program.init_state())

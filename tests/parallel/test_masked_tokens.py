@@ -1,6 +1,7 @@
 """ModernBERT's layers and the objective of masked tokens on meshes, with documents, against megajax/reference.py.
 
-tests/model/test_transformers_references.py holds the same layers on `fsdp` and `tensor` to transformers.
+tests/model/test_transformers_references.py holds several layers to transformers, and test_context.py attention to both
+sides without windows.
 """
 
 import math
@@ -16,9 +17,9 @@ from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram
 
 MODEL = {
-    **{"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 50, "init_std": 0.1, "ffn_hidden_size": 24},
+    **{"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 50, "init_std": 0.1, "ffn_hidden_size": 24},
     **{"norm": "layernorm", "activation": "geglu_exact", "causal": False, "tie_embeddings": True},
-    **{"sliding_window": 4, "layer_pattern": ["global", "local"], "rope_local_theta": 20.0},
+    **{"sliding_window": 4, "layer_pattern": ["local"], "rope_local_theta": 20.0},
     **{"embedding_norm": True, "prediction_head": True, "head_bias": True},
 }
 DOCUMENTS = {"synthetic_documents": 3, "reset_attention": True, "reset_positions": True}

@@ -26,7 +26,7 @@ from megajax.training.step import TrainProgram
 
 STEPS = 2
 SMALL = {"num_heads": 8, "hidden_size": 32, "ffn_hidden_size": 64, "vocab_size": 250, "init_std": 0.05}
-# Layers of one sublayer compile in half the time; test_plain_model.py has whole ones in stages, test_teacher.py also
+# Layers of one sublayer compile in half the time; test_plain_model.py has whole ones in stages, test_vision.py also
 # in lockstep.
 # Where layers do not fill the stages, some slots are empty: gpt2's biases would show it if they did anything.
 MODELS = {
@@ -34,6 +34,7 @@ MODELS = {
     "mlp of 6": {**SMALL, "num_layers": 6, "block_pattern": ["mlp"], "mlp_bias": True},
     "attention of 4": {**SMALL, "num_layers": 4, "num_kv_heads": 2, "block_pattern": ["attention"]},
     "gpt2 of 3": {**SMALL, **GPT2, "num_layers": 3, "dropout": 0.2},
+    "gpt2's mlp of 3": {**SMALL, **GPT2, "num_layers": 3, "dropout": 0.2, "block_pattern": ["mlp"]},
     "gemma": {**SMALL, **GEMMA, "num_layers": 4},
 }
 
@@ -141,7 +142,8 @@ def test_initial_weights_are_the_same_bit_for_bit_and_empty_slots_are_zero(table
 
 
 def test_the_evaluation_loss_is_that_of_the_reference(table, make_config):
-    config = make_config("gpt2 of 3", {"pipeline": 2, "data": 2, "tensor": 2}, "zero_bubble", 2, 4)
+    """test_plain_model.py has attention too."""
+    config = make_config("gpt2's mlp of 3", {"pipeline": 2, "data": 2, "tensor": 2}, "zero_bubble", 2, 4)
     program, weights, fields = build(config), table.weights_of(config), next(table.make_batches(config))
     sums, tokens = program.eval_step(table.first_state(program, weights).params, {}, to_global(program, fields))
     assert tokens == fields["loss_mask"].sum()

@@ -35,7 +35,9 @@ TINY = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 50, "i
 TEACHER = {**TINY, "num_layers": 3, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "tie_embeddings": True}
 TEACHER |= {"num_experts": 4, "first_dense_layers": 1, "expert_ffn_hidden_size": 16, "logit_softcap": 4.0}
 TEACHER |= {"norm": "layernorm"}
-WITH_EXPERTS = {"teacher": {"model": TEACHER | {"first_dense_layers": 0}}}  # in each layer; a stage has an empty slot
+# In each layer; a stage has an empty slot. Attention of a teacher: test_objectives.py
+WITH_EXPERTS = {"teacher": {"model": TEACHER | {"first_dense_layers": 0, "block_pattern": ["experts"]}}}
+WITH_EXPERTS |= {"model": TINY | {"block_pattern": ["mlp"]}}
 
 
 @pytest.fixture(scope="module", autouse=True)
