@@ -22,7 +22,6 @@ STEPS = 2
 ONE_LAYER = MIXTRAL | {"num_layers": 1}
 SINKHORN = ONE_LAYER | {"activation": "relu2", "router": {"sinkhorn": True, "pre_softmax": True, "normalise": False}}
 CAPACITY = ONE_LAYER | {"router": MIXTRAL["router"] | {"capacity_factor": 0.75}}
-POSITION = ONE_LAYER | {"block_pattern": ["experts"], "router": CAPACITY["router"] | {"drop_policy": "position"}}
 GPT_OSS = ONE_LAYER | {
     "activation": "clamped_swiglu",
     "attention_bias": True,
@@ -33,6 +32,7 @@ GPT_OSS = ONE_LAYER | {
 }
 # Their own jitter and losses in each microbatch
 ROUTER = DEEPSEEK | {"num_layers": 1, "dropout": 0.0}
+ROUTER |= {"router": DEEPSEEK["router"] | {"capacity_factor": 0.75, "drop_policy": "position"}}
 TOWER = QWEN3_VL | {"num_experts": 4, "experts_per_token": 2}
 PAIRS = {"experts": "all_to_all", "overlap_experts": True}
 MODELS = {
@@ -42,7 +42,6 @@ MODELS = {
     "gpt_oss": GPT_OSS,
     "sinkhorn": SINKHORN,
     "capacity": CAPACITY,
-    "position": POSITION,
 }
 MODELS["uneven"] = {**UNEVEN, "num_layers": 1, "mlp_bias": True}
 
@@ -55,16 +54,15 @@ CASES = [
         {"remat": {"policy": "selective"}, "data": UNPACKED},
         marks=pytest.mark.long,
     ),
-    # Tokens are dropped by their position in the batch, of which a device has a part.
+    # Tokens are dropped by their position in the batch, of which a device has a part. Two pairs of microbatches.
+    # `test_one_expert_may_take_every_token_and_others_none` has `all_to_all`.
     pytest.param(
-        "position",
+        "router",
         {"expert": 2, "context": 2, "data": 2},
-        1,
-        {"communication": {"experts": "all_gather"}, "data": UNPACKED},
+        4,
+        {"communication": PAIRS | {"experts": "all_gather"}, "data": UNPACKED},
         marks=pytest.mark.smoke,
     ),
-    # Two pairs of microbatches. `test_one_expert_may_take_every_token_and_others_none` has `all_to_all`.
-    ("router", {"expert": 2}, 4, {"communication": PAIRS | {"experts": "all_gather"}}),
     pytest.param(
         "deepseek",
         {"expert": 2, "fsdp": 2, "tensor": 2},

@@ -138,7 +138,8 @@ def expected(table):
         config, batch = make(table, name, {}), fields_of(name)
         model, reference, others = Transformer(config.model), None, {}
         if teacher := config.teacher.model:
-            reference = bind(Transformer(teacher), table.weights_of(config.of_teacher))(batch["tokens"])
+            network, tokens = Transformer(teacher), batch["tokens"]
+            reference = jax.jit(lambda w: bind(network, w)(tokens))(table.weights_of(config.of_teacher))
 
         def losses(weights):
             logits = bind(model, weights)(batch["tokens"])
