@@ -37,9 +37,9 @@ def test_each_microbatch_is_added_in_fp32_and_rounded_once():
 
     The sums of norms, and of any weight that is computed with in FP32, stay FP32.
     """
-    kernels = {"loss_chunk_tokens": 8}
-    config = make_config(SMALL, precision=BF16, batch=BATCH, kernels=kernels)
-    one = make_config(SMALL, precision=BF16, batch=BATCH | {"global_size": 4, "num_microbatches": 1}, kernels=kernels)
+    kernels, model = {"loss_chunk_tokens": 8}, SMALL | {"block_pattern": ["mlp"]}
+    config = make_config(model, precision=BF16, batch=BATCH, kernels=kernels)
+    one = make_config(model, precision=BF16, batch=BATCH | {"global_size": 4, "num_microbatches": 1}, kernels=kernels)
     fields = next(make_batches(config))
     fields["loss_mask"] = np.ones_like(fields["loss_mask"])
     summed, of_one = gradient_fn(config)(fields), gradient_fn(one)

@@ -393,7 +393,14 @@ def test_the_ring_visits_every_device_that_a_query_can_see_and_returns(window, z
 
 SMALL = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "vocab_size": 250, "init_std": 0.05}
 MODELS = {
-    "llama": {**SMALL, "num_layers": 1, "num_heads": 8, "num_kv_heads": 4, "attention_sinks": True},
+    "attention": {
+        **SMALL,
+        "num_layers": 1,
+        "block_pattern": ["attention"],
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "attention_sinks": True,
+    },
     "gpt2": {**SMALL, **GPT2, "num_heads": 8, "dropout": 0.2},
     "recurrent": {
         **SMALL,
@@ -414,7 +421,7 @@ MESHES = [
         {"pipeline": {"schedule": "gpipe"}, "remat": {"policy": "save_matmuls"}, "data": SHORT},
         marks=pytest.mark.long,
     ),
-    ("llama", {"context": 4, "tensor": 2}, 1, "all_to_all+ring", {"data": PACKED}),
+    ("attention", {"context": 4, "tensor": 2}, 1, "all_to_all+ring", {"data": PACKED}),
     # States of more devices: test_recurrence.py
     ("recurrent", {"context": 2, "tensor": 2}, 1, "dynamic", {"data": SHORT}),
 ]
@@ -444,7 +451,7 @@ def test_keeping_attention_is_enough_for_its_backward_pass(table, strategy):
 
     def transfers(policy: str) -> int:
         sections = {"communication": {"context": strategy}, "remat": {"policy": policy}}
-        config = table.make_config(MODELS["llama"], {"context": 2}, steps=1, optimizer="sgd", **sections)
+        config = table.make_config(MODELS["attention"], {"context": 2}, steps=1, optimizer="sgd", **sections)
         program = TrainProgram.build(config, build_mesh(check_mesh(config, 2), jax.devices()[:2]))
         text = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()
         return len(re.findall(r"stablehlo\.(?:collective_permute|all_gather|all_to_all)\b", text))

@@ -44,6 +44,7 @@ def test_updates_of_equal_rows_are_summed(in_order):
 def test_a_deterministic_step_adds_to_no_row_twice(table, deterministic):
     """On a GPU such additions have no order; those of tables of tokens and positions, and of prediction modules."""
     model = MODEL | {"position": "learned", "max_positions": 8, "mtp_layers": 1, "tie_embeddings": True}
+    model |= {"block_pattern": ["mlp"]}
     sections = {"batch": {"global_size": 2, "sequence_length": 8}, "run": {"deterministic": deterministic}}
     sections["optimizer"] = "sgd"
     program = TrainProgram.build(table.make_config(model, {}, **sections), build_mesh({}, jax.devices()[:1]))

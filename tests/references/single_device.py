@@ -180,14 +180,15 @@ def expected(config: Config, weights: Mapping[str, np.ndarray]) -> Trace:
 
 def expected_gradients(
     config: Config, weights: Mapping[str, np.ndarray], fields: Mapping[str, np.ndarray]
-) -> tuple[Mapping[str, jax.Array], Mapping[str, jax.Array]]:
+) -> tuple[Mapping[str, jax.Array], Mapping[str, np.ndarray]]:
     """(losses, gradients) of the first step with these fields, by megajax/reference.py.
 
     It shares the layers with the step, so a weight that both do not read shows here alone: it has no gradient.
     """
     reference = Reference(config, optax.identity())
     losses, gradients = jax.jit(reference.losses_and_gradients)(jax.jit(reference.first_state)(weights), fields)[:2]
-    assert not [name for name, gradient in gradients.items() if not np.any(gradient)]
+    gradients = jax.device_get(gradients)
+    assert not [name for name, gradient in gradients.items() if not gradient.any()]
     return losses, gradients
 
 
