@@ -128,7 +128,7 @@ def build(config) -> TrainProgram:
 
 def test_initial_weights_are_the_same_bit_for_bit_and_empty_slots_are_zero(table, make_config):
     mesh = {"pipeline": 2, "fsdp": 2, "tensor": 2}
-    config = make_config("gpt2 of 3", mesh, virtual_stages=2, microbatches=2)
+    config = make_config("gpt2's mlp of 3", mesh, virtual_stages=2, microbatches=2)
     staged = build(config)
     params = staged.init_state().params
     found = table.canonical(staged, params)

@@ -216,9 +216,9 @@ ENCODER_VARIANTS: dict[str, tuple[dict[str, Any], bool, str, dict[str, Any]]] = 
 }
 
 
-def uneven_weights(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def uneven_weights(weights: Mapping[str, np.ndarray], kind: str = "moe") -> dict[str, np.ndarray]:
     """Weights of UNEVEN with which every token chooses the first expert, and none the last three."""
-    router, bias = "blocks.moe.moe.router", "blocks.moe.moe.norm_bias"
+    router, bias = f"blocks.{kind}.moe.router", f"blocks.{kind}.moe.norm_bias"
     slopes = np.array([0.3, 0, 0, 0, 0, -0.3, -0.3, -0.3], np.float32)
     return {**weights, router: weights[router] + slopes, bias: weights[bias] + 1}
 
