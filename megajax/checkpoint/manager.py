@@ -442,12 +442,13 @@ def saved_layer_state(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[
     Kinds without state are left out.
     """
     bare = {name.removeprefix("moe."): a for name, a in state.get(MOE, {}).items()}
-    without_experts = {kind: dict(arrays) for kind, arrays in state.items() if kind != MOE and arrays}
-    return without_experts | ({EXPERTS: bare} if bare else {})
+    others = {kind: dict(arrays) for kind, arrays in state.items() if kind != MOE and arrays}
+    # Blocks of experts alone are called "experts" too; their names are not bare.
+    return others | ({EXPERTS: others.get(EXPERTS, {}) | bare} if bare else {})
 
 
 def loaded_layer_state(saved: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """The inverse of `saved_layer_state`."""
-    without_experts = {kind: dict(arrays) for kind, arrays in saved.items() if kind != EXPERTS}
-    experts = {f"moe.{name}": a for name, a in saved.get(EXPERTS, {}).items()}
-    return without_experts | ({MOE: experts} if experts else {})
+    alone = {name: a for name, a in saved.get(EXPERTS, {}).items() if name.startswith("moe.")}
+    bare = {f"moe.{name}": a for name, a in saved.get(EXPERTS, {}).items() if name not in alone}
+    return {kind: dict(arrays) for kind, arrays in {**saved, EXPERTS: alone, MOE: bare}.items() if arrays}

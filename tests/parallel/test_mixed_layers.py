@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from mesh_models import EVERY_SECOND, FIRST_DENSE
 
 from megajax.checkpoint import Checkpoints
+from megajax.checkpoint.manager import loaded_layer_state, saved_layer_state
 from megajax.config import Config
 from megajax.config.checks import check_mesh
 from megajax.layout.kinds import LayerKind
@@ -103,12 +104,18 @@ class Few(nnx.Module):
 
 
 def test_any_stages_load_any_checkpoint(table, tmp_path):
-    """From four stages to one device and to two virtual stages of two stages, weights and biases exactly."""
+    """From four stages to one device and to two virtual stages of two stages, weights and biases exactly.
+
+    Biases of blocks of experts alone, as Nemotron-H's are, and of two kinds of blocks.
+    """
+    both = {"moe": {"moe.expert_bias": 1}, "experts": {"moe.expert_bias": 2}, "dense": {"mlp.mean": 3}}
+    assert loaded_layer_state(saved_layer_state(both)) == both
     run, model = {"run": {"dir": str(tmp_path)}}, {n: v for n, v in FIRST_DENSE.items() if "shared" not in n}
+    model |= {"first_dense_layers": 0, "block_pattern": ["mlp", *["experts"] * 5]}
     first = build(make(table, model, {"pipeline": 4}, 4, **run))
     weights, bias = table.weights_of(first.config), np.random.default_rng(0).standard_normal((5, 8)).astype(np.float32)
     state = table.first_state(first, weights)
-    kept = state.layer_state["moe"]
+    kept = state.layer_state["experts"]
     kept["moe.expert_bias"] = jax.device_put(bias, kept["moe.expert_bias"].sharding)
 
     checkpoints = Checkpoints(tmp_path, keep=3, keep_every=None)
@@ -119,9 +126,9 @@ def test_any_stages_load_any_checkpoint(table, tmp_path):
         program = build(make(table, model, mesh, 4, **run, **sections))
         saver = StateSaver(program)
         begun = saver.with_weights(table.first_state(program, weights), saver.restore_weights(str(tmp_path)))
-        np.testing.assert_array_equal(begun.layer_state["moe"]["moe.expert_bias"], bias)  # by init_from
+        np.testing.assert_array_equal(begun.layer_state["experts"]["moe.expert_bias"], bias)  # by init_from
         state = saver.restore(checkpoints, step)
-        np.testing.assert_array_equal(state.layer_state["moe"]["moe.expert_bias"], bias)
+        np.testing.assert_array_equal(state.layer_state["experts"]["moe.expert_bias"], bias)
         for name, w in table.canonical(program, state.params).items():
             np.testing.assert_array_equal(w, weights[name], err_msg=name)
         saver.save(checkpoints, step + 1, state)
