@@ -93,7 +93,8 @@ class Mean(Sublayer):
 
 @pytest.fixture(autouse=True)
 def kinds(monkeypatch):
-    for name, parts in {"squared": (Squared,), "again": (Attention, Squared), "mean": (Mean, MLP)}.items():
+    own = {"squared": (Squared,), "again": (Attention, Squared), "mean": (Mean, MLP), "both": (Mean, Squared)}
+    for name, parts in own.items():
         monkeypatch.setitem(KINDS, name, {part.NAME: part for part in parts})
 
 
@@ -173,7 +174,7 @@ class Numbered(MLP):
 
 @pytest.mark.parametrize("unroll", [4, pytest.param(1, marks=pytest.mark.long)])
 def test_each_layer_of_a_remat_group_knows_its_number(table, monkeypatch, unroll):
-    monkeypatch.setitem(KINDS, "numbered", {"mean": Mean, "mlp": Numbered})
+    monkeypatch.setitem(KINDS, "numbered", {"mlp": Numbered})
     remat, model = {"policy": "full", "group": 2}, {"block_pattern": ["numbered"]}
     program = build(make(table, {}, model=model, remat=remat, kernels={"scan_unroll": unroll}), 1)
     state = table.first_state(program, table.weights_of(program.config))
@@ -414,12 +415,12 @@ def test_every_loss_reaches_the_metrics(table):
         def metrics(self, losses):
             return {"half": losses["half"]}
 
-    program = build(make(table, {}, model={"num_layers": 2, "block_pattern": ["squared", "again"]}), 1)
+    program = build(make(table, {}, model={"num_layers": 2, "block_pattern": ["squared", "both"]}), 1)
     program.__dict__["graph"] = replace(program.graph, terminal=(*program.graph.terminal, Half()))
     state = table.first_state(program, table.weights_of(program.config))
     batch = to_global(program, next(table.make_batches(program.config)))
     state, metrics = program.train_step(state, batch)
-    powers = [2 * float(state.layer_state[kind]["mlp.mean_power"][0]) for kind in ("squared", "again")]
+    powers = [2 * float(state.layer_state[kind]["mlp.mean_power"][0]) for kind in ("squared", "both")]
     assert min(powers) > 0 and float(metrics["power"]) == pytest.approx(sum(powers), rel=1e-6)
     assert float(metrics["half"]) == pytest.approx(0.5, rel=1e-6)
 

@@ -40,7 +40,11 @@ CASES = {
     "FP8 over data": ({"data": 2, "fsdp": 2}, LLAMA, {"precision": DELAYED}),
     "adapters": ({"fsdp": 2, "data": 2}, LLAMA, {"lora": {"rank": 4}, "checkpoint": {"init_from": "x"}}),
     "split masters": ({"fsdp": 2, "tensor": 2}, LLAMA, {"precision": BF16, "optimizer": SPLIT}),
-    "prediction modules": ({"fsdp": 2, "context": 2}, LLAMA | {"mtp_layers": 1}, {"precision": BF16, "remat": FULL}),
+    "prediction modules": (
+        {"fsdp": 2, "context": 2},
+        LLAMA | {"mtp_layers": 1, "block_pattern": ["mlp"]},
+        {"precision": BF16, "remat": FULL},
+    ),
 }
 
 
