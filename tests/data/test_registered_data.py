@@ -40,11 +40,11 @@ def flat(tmp_path, write_documents):
     del KINDS["flat"]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_batches_are_those_of_token_files(make_config, flat, tmp_path, workers):
-    """Two sources of one file, a split, separate documents; also after a resume, in processes that read ahead.
+    """Two sources of one file, a split, separate documents; also after a resume, in a process that reads ahead.
 
-    These have the names of the samples' extension alone, and import those of the run.
+    It has the names of the samples' extension alone, and imports those of the run.
     """
     extension, *sources = flat
     notes = tmp_path / f"{tmp_path.name}_notes.py"
