@@ -228,10 +228,12 @@ def means_by_hand(policy, reference, samples):
 def start(tmp_path_factory) -> str:
     """A run whose weights preferences begin with."""
     folder = tmp_path_factory.mktemp("sft")
-    run = {"steps": 1, "dir": str(folder / "run"), "eval_steps": 0}
+    run = {"dir": str(folder / "run"), "eval_steps": 0}
     plain = {"objective": {}, "teacher": {}, "run": run}
     synthetic = {"kind": "synthetic", "packing": None}
-    megajax.Trainer(config_of(folder, [], synthetic, **plain), jax.devices()[:1]).run()
+    trainer = megajax.Trainer(config_of(folder, [], synthetic, **plain), jax.devices()[:1])
+    trainer.save()
+    trainer.checkpoints.close()
     return str(folder / "run")
 
 
