@@ -28,7 +28,7 @@ logging: {tensorboard: false}
 
 
 # Tests with these settings share a compiled step.
-FAST = ("schedule.kind=constant", "schedule.learning_rate=1e-2")
+FAST = ("schedule.kind=constant", "schedule.learning_rate=1e-2", "model.block_pattern=[mlp]")
 
 
 @pytest.fixture

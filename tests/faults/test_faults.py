@@ -18,7 +18,8 @@ EVERY = 7  # steps between the checkpoints of LONG
 @pytest.fixture
 def lab(tmp_path):
     settings = ("run.steps=20000", "run.eval_interval=20", f"checkpoint.keep_every={EVERY}", "model.num_layers=1")
-    settings += ("mesh.data=4", "mesh.tensor=1", "batch.num_microbatches=1")  # that compiles fast
+    # They compile fast.
+    settings += ("mesh.data=4", "mesh.tensor=1", "batch.num_microbatches=1", "model.block_pattern=[mlp]")
     lab = Lab(tmp_path, random.Random(SEED), (*LONG, *settings))
     yield lab
     lab.close()
