@@ -24,25 +24,26 @@ from megajax.training.rollbacks import Rollbacks
 from megajax.training.spikes import Rollback
 
 NUMBERS = ("loss", "grad_norm", "learning_rate", "tokens")
-STEPS = ("run.steps=8", "run.checkpoint_interval=4", "run.eval_steps=0")
-MESH = ("mesh.fsdp=2", "mesh.tensor=2")
+STEPS = ("run.steps=8", "run.checkpoint_interval=3", "run.eval_steps=0")
+MESH = ("mesh.tensor=2",)
 WIDE = ("model.hidden_size=64", "model.ffn_hidden_size=128")
 HALVES = ("precision.compute=bfloat16", "optimizer.master=split", "optimizer.offload=1.0")
+EXPERTS = ("model.num_experts=4", "model.router.expert_bias=true")
 # All kinds of state: padding, halves of master weights, arrays on the host, amax histories, the routers' bias, and rows
 # in a pipeline's order with empty slots.
 STATES = {
     "padded": ("mesh.fsdp=4", "model.hidden_size=36", "model.head_dim=8", *HALVES),
-    "fp8": (*MESH, *WIDE, "precision.fp8.recipe=delayed", "precision.fp8.amax_history_length=3"),
-    "experts": ("mesh.expert=2", "mesh.data=2", "model.num_experts=4", "model.router.expert_bias=true"),
+    "fp8": (*MESH, "mesh.fsdp=2", *WIDE, "precision.fp8.recipe=delayed", "precision.fp8.amax_history_length=3"),
+    "experts": ("mesh.expert=2", "mesh.data=2", "model.block_pattern=null", *EXPERTS),
     "pipeline": ("mesh.pipeline=2", "mesh.data=2", "model.num_layers=3", "batch.num_microbatches=2"),
 }
 
 
 @pytest.fixture
 def build(make_config, tmp_path):
-    """(overrides...) → a Trainer on four devices that saves locally every step."""
+    """(overrides...) → a Trainer on two devices that saves locally every step."""
 
-    def build(*overrides, devices=4, kind=KilledTrainer, hooks=()):
+    def build(*overrides, devices=2, kind=KilledTrainer, hooks=()):
         local = (f"checkpoint.local_dir={tmp_path / 'local'}", "checkpoint.local_interval=1")
         config = make_config(f"run.dir={tmp_path / 'run'}", *STEPS, *local, *overrides)
         return kind(config, jax.devices()[:devices], hooks=hooks)
@@ -113,7 +114,7 @@ def test_the_first_save_is_a_line_with_its_size_and_its_time(build, monkeypatch,
         return found and replace(found, size=1_234_000, seconds=12.34)
 
     monkeypatch.setattr(LocalTier, "outcome", outcome)
-    crash(build(*MESH, kind=KilledQuickTrainer), 3)
+    crash(build(*MESH, kind=KilledQuickTrainer), 2)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("saved step")]
     assert len(lines) == 1 and lines[0].startswith("saved step 1 in ")
     assert lines[0].endswith("(1.23 MB in 12.3 s beside training)")
@@ -132,38 +133,39 @@ def test_the_size_of_a_save_is_that_of_all_shards_of_a_process_and_of_one_copy_o
 
 def test_layers_in_another_order_are_another_layout(build, capsys):
     """Each device has rows of the same shapes with one round of stages or two."""
-    stages = ("mesh.pipeline=2", "mesh.data=2", "model.num_layers=4", "batch.num_microbatches=2")
-    crash(build(*stages, kind=KilledQuickTrainer), 3)
+    stages = ("mesh.pipeline=2", "model.num_layers=4", "batch.num_microbatches=2", "run.checkpoint_interval=0")
+    crash(build(*stages, kind=KilledQuickTrainer), 1)
     assert build(*stages, "pipeline.virtual_stages=2").step == 0
     assert (
-        "that of step 3 is of another mesh, number of processes or precision: the run begins" in capsys.readouterr().out
+        "that of step 1 is of another mesh, number of processes or precision: the run begins" in capsys.readouterr().out
     )
     assert build(*stages, "precision.compute=bfloat16").step == 0  # its loss scale is of another dtype
-    assert build(*stages).step == 3
+    assert build(*stages).step == 1
 
 
 @pytest.mark.parametrize("kind", STATES)
 def test_every_kind_of_state_comes_back_bit_for_bit(build, kind):
-    trainer, random = build(*STATES[kind], kind=KilledQuickTrainer), np.random.default_rng(1)
+    state = (*STATES[kind], "run.checkpoint_interval=0")
+    trainer, random = build(*state, devices=4, kind=KilledQuickTrainer), np.random.default_rng(1)
     trainer.state = jax.tree.map(
         lambda a: jax.device_put(random.integers(1, 9, a.shape).astype(a.dtype), a.sharding), trainer.state
     )
-    crash(trainer, 3)
-    again = build(*STATES[kind])
-    assert (again.step, again.sizes.samples_before(3)) == (3, 24)
+    crash(trainer, 1)
+    again = build(*state, devices=4)
+    assert (again.step, again.sizes.samples_before(1)) == (1, 8)
     assert_equal(again.state, trainer.state)
 
 
 def test_a_damaged_local_checkpoint_falls_back_with_a_warning(build, tmp_path, capsys):
-    crash(build(*MESH, kind=KilledQuickTrainer), 7)
-    newest = local_files(tmp_path)[7]
+    crash(build(*MESH, kind=KilledQuickTrainer), 5)
+    newest = local_files(tmp_path)[5]
     flip(newest / "data")
     with pytest.warns(UserWarning, match=f"{newest} is damaged .data has other bits.*: it is not used"):
-        assert build(*MESH).step == 6
-    flip(local_files(tmp_path)[6] / "index.json")
-    with pytest.warns(UserWarning, match="is damaged .index.json has other bits"):
         assert build(*MESH).step == 4
-    said = "a local checkpoint is newer, but that of step 7 is damaged on process 0: the run resumes from step 4"
+    flip(local_files(tmp_path)[4] / "index.json")
+    with pytest.warns(UserWarning, match="is damaged .index.json has other bits"):
+        assert build(*MESH).step == 3
+    said = "a local checkpoint is newer, but that of step 5 is damaged on process 0: the run resumes from step 3"
     assert said in capsys.readouterr().out
 
 
@@ -179,19 +181,19 @@ def test_a_local_checkpoint_in_place_of_a_damaged_durable_one_stays_for_another_
 
 
 class GoingBack(megajax.Hook):
-    """A rollback from step 7, once, to the checkpoint of step 4."""
+    """A rollback from step 5, once, to the checkpoint of step 3."""
 
     def on_step(self, run):
-        if run.step == 7:
+        if run.step == 5:
             self.saved()
-            run.end_with(Rollback(1, 4, 56, 7, None, None, 24))
+            run.end_with(Rollback(1, 3, 40, 5, None, None, 16))
 
 
 class KilledAfterRollback(QuickTrainer):
     """Its process is killed after the first step that it repeats."""
 
     def next_batch(self):
-        if self.step == 5 and Rollbacks(self.config).past:
+        if self.step == 4 and Rollbacks(self.config).past:
             raise Killed
         return super().next_batch()
 
@@ -202,13 +204,14 @@ def test_a_run_that_is_killed_after_a_rollback_does_not_undo_it(build, tmp_path)
     hook.saved = trainer.saved
     with pytest.raises(Killed):
         trainer.run()
-    assert sorted(local_files(tmp_path)) == [5]
+    assert sorted(local_files(tmp_path)) == [4]
 
 
 def test_an_index_that_does_not_fit_its_data_is_damage(build, tmp_path):
     """Checksums do not prove who wrote a file."""
-    crash(build(*MESH, kind=KilledQuickTrainer), 6)
-    newest = local_files(tmp_path)[6]
+    lasting = (*MESH, "run.checkpoint_interval=0")
+    crash(build(*lasting, kind=KilledQuickTrainer), 2)
+    newest = local_files(tmp_path)[2]
     values = json.loads((newest / "index.json").read_text())
     end = (newest / "data").stat().st_size
     values["shards"] = [[*shard[:4], end - 1] for shard in values["shards"]]
@@ -216,7 +219,7 @@ def test_an_index_that_does_not_fit_its_data_is_damage(build, tmp_path):
     (newest / "checksums.json").unlink()
     checksums.write(newest, [checksums.compute(newest)])
     with pytest.warns(UserWarning, match=f"{newest} is damaged .index.json does not fit data"):
-        assert build(*MESH).step == 5
+        assert build(*lasting).step == 1
 
 
 def flip(path: Path) -> None:
@@ -227,44 +230,44 @@ def flip(path: Path) -> None:
 
 
 def test_another_mesh_or_another_course_of_the_run_uses_the_durable_checkpoint(build, tmp_path, capsys):
-    crash(build(*MESH, kind=KilledQuickTrainer), 6)
-    other = build("mesh.fsdp=4", kind=KilledQuickTrainer)
-    said = "that of step 6 is of another mesh, number of processes or precision: the run resumes from step 4"
-    assert other.step == 4 and said in capsys.readouterr().out
-    crash(other, 5)
-    assert build(*MESH).step == 4  # step 6 is gone: the run took another course
-    crash(build(*MESH, kind=KilledQuickTrainer), 6)
-    back = build(*MESH, "checkpoint.resume_step=4", kind=KilledQuickTrainer)
-    assert back.step == 4
-    crash(back, 5)
-    assert build(*MESH, "checkpoint.resume_step=4").step == 5
+    crash(build(*MESH, kind=KilledQuickTrainer), 5)
+    other = build("mesh.fsdp=2", kind=KilledQuickTrainer)
+    said = "that of step 5 is of another mesh, number of processes or precision: the run resumes from step 3"
+    assert other.step == 3 and said in capsys.readouterr().out
+    crash(other, 4)
+    assert build(*MESH).step == 3  # step 5 is gone: the run took another course
+    crash(build(*MESH, kind=KilledQuickTrainer), 5)
+    back = build(*MESH, "checkpoint.resume_step=3", kind=KilledQuickTrainer)
+    assert back.step == 3
+    crash(back, 4)
+    assert build(*MESH, "checkpoint.resume_step=3").step == 4
 
 
 def test_a_new_run_in_the_same_place_and_a_copy_do_not_see_the_local_checkpoints(build, tmp_path, monkeypatch):
-    crash(build(*MESH, "run.checkpoint_interval=0", kind=KilledQuickTrainer), 3)
-    assert build(*MESH).step == 3
+    crash(build(*MESH, "run.checkpoint_interval=0", kind=KilledQuickTrainer), 1)
+    assert build(*MESH).step == 1
     (tmp_path / "run").rename(tmp_path / "moved")
     assert build(*MESH).step == 0
     assert build(*MESH, f"run.dir={tmp_path / 'moved'}").step == 0
-    crash(build(*MESH, kind=KilledQuickTrainer), 2)
+    crash(build(*MESH, kind=KilledQuickTrainer), 1)
     monkeypatch.chdir(tmp_path)
-    assert build(*MESH, "run.dir=run").step == 2
+    assert build(*MESH, "run.dir=run").step == 1
 
 
 def test_changed_settings_are_refused_as_with_a_durable_checkpoint(build):
-    crash(build(*MESH, kind=KilledQuickTrainer), 6)
-    with pytest.raises(InputError, match=r"the local checkpoint of step 6 in .*\n  run.seed=1234, but this run has 7$"):
+    crash(build(*MESH, kind=KilledQuickTrainer), 4)
+    with pytest.raises(InputError, match=r"the local checkpoint of step 4 in .*\n  run.seed=1234, but this run has 7$"):
         build(*MESH, "run.seed=7")
 
 
 class FullDisk(KilledQuickTrainer):
-    """The local checkpoint of step 7 finds no room: files end at 20 kB while it is written."""
+    """The local checkpoint of step 5 finds no room: files end at 20 kB while it is written."""
 
     def save_locally(self):
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if self.step == 7:
+        if self.step == 5:
             self.directory.local_saves.report(wait=True)
-            self.directory.checkpoints.outcome(wait=True)  # that of step 4 may still be written
+            self.directory.checkpoints.outcome(wait=True)  # that of step 3 may still be written
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
         super().save_locally()
         self.directory.local_saves.report(wait=True)
@@ -272,11 +275,11 @@ class FullDisk(KilledQuickTrainer):
 
 
 def test_a_full_directory_is_a_warning_and_keeps_the_last_good_one(build, tmp_path):
-    with pytest.warns(UserWarning, match=r"local checkpoint of step 7 could not be saved in .*\(File too large"):
-        crash(build(*MESH, kind=FullDisk), 7)
-    assert 6 in local_files(tmp_path)
+    with pytest.warns(UserWarning, match=r"local checkpoint of step 5 could not be saved in .*\(File too large"):
+        crash(build(*MESH, kind=FullDisk), 5)
+    assert 4 in local_files(tmp_path)
     assert not [*tmp_path.glob("local/run-*/process-0/*.partial")]
-    assert build(*MESH).step == 6
+    assert build(*MESH).step == 4
 
 
 @pytest.fixture
