@@ -163,7 +163,8 @@ def traced_products(candidate: Candidate) -> int:
     [("biases", "fsdp", "full"), ("modules", "tensor", "none"), ("latent", "tensor", "none")],
 )
 def test_matmuls_are_those_of_the_traced_step(name, mesh, policy):
-    candidate = make(name, 2, mesh={mesh: 2}, remat={"policy": policy}, **TWO_LAYERS)
+    layers = {"model": {"num_layers": 1}} if name == "latent" else TWO_LAYERS
+    candidate = make(name, 2, mesh={mesh: 2}, remat={"policy": policy}, **layers)
     step = time(candidate, FLOPS)
     assert step.matmuls + step.recomputed.matmuls + step.head == pytest.approx(traced_products(candidate))
 
@@ -180,24 +181,26 @@ def traced_bytes(candidate: Candidate, axis: str, dtypes: tuple[str, ...] = ("bf
 
 
 FP8 = {"precision": {"fp8": {"recipe": "current"}}}
+ONE_LAYER = {"num_layers": 1}
 GATHERED: dict[str, tuple[str, dict]] = {
     "dense": ("biases", {}),
     "recomputed": ("dense", {"remat": {"policy": "full"}}),
-    "in pieces": ("dense", {"model": {"ffn_hidden_size": 2 * TensorRing.overlap_width}}),
-    "in FP8": ("dense", FP8),
+    "in pieces": ("dense", {"model": ONE_LAYER | {"ffn_hidden_size": 2 * TensorRing.overlap_width}}),
+    "in FP8": ("dense", FP8 | {"model": ONE_LAYER}),
     "one layer in BF16": ("dense", {"precision": {"fp8": {"recipe": "current", "last_bf16_layers": 1}}}),
-    "in blocks": ("dense", {"precision": {"fp8": {"recipe": "blockwise"}}, "model": {"hidden_size": 256}}),
+    "in blocks": ("dense", {"precision": {"fp8": {"recipe": "blockwise"}}, "model": ONE_LAYER | {"hidden_size": 256}}),
     "frozen": ("dense", {"lora": {"rank": 8, "targets": ["output"]}}),
-    "latent": ("latent", {}),
-    "modules": ("modules", {}),
-    "experts": ("experts", {"model": {"hidden_size": 128, "expert_ffn_hidden_size": 256}, **FP8}),
+    "latent": ("latent", {"model": ONE_LAYER}),
+    "modules": ("modules", {"model": ONE_LAYER | {"mtp_layers": 1}}),
+    "experts": ("experts", {"model": ONE_LAYER | {"hidden_size": 128, "expert_ffn_hidden_size": 256}, **FP8}),
 }
 
 
 @pytest.mark.parametrize("case", GATHERED)
 def test_what_tensor_gathers_and_sums_is_that_of_the_traced_step(case):
     name, sections = GATHERED[case]
-    sections = TWO_LAYERS | sections | {"model": TWO_LAYERS["model"] | sections.get("model", {})}
+    model = TWO_LAYERS["model"] | sections.get("model", {})
+    sections = sections | {"model": model, "kernels": {"scan_unroll": model["num_layers"]}}
     candidate = make(name, 2, mesh={"tensor": 2}, batch={"global_size": 2}, **sections)
     found = traced_bytes(candidate, "tensor")
     if case == "frozen":  # a token's numbers of width RANK are summed, and their gradient is gathered
@@ -228,7 +231,8 @@ FROZEN: dict[str, list[tuple[str, float]]] = {
 @pytest.mark.parametrize(("frozen", "tensor"), [*((name, 1) for name in FROZEN), ("nothing", 2)])
 def test_matmuls_of_a_tower_are_those_of_the_traced_step(frozen, tensor):
     groups = [{"parameters": [pattern], "learning_rate": rate} for pattern, rate in FROZEN[frozen]]
-    few = {"model": {"num_layers": 1}, "batch": {"global_size": 2}}
+    tower = MODELS["vision"]["vision"] | {"num_layers": 1}
+    few = {"model": {"num_layers": 1, "vision": tower}, "batch": {"global_size": 2}}
     candidate = make("vision", tensor, mesh={"tensor": tensor}, optimizer={"groups": groups}, **few)
     found, step = traced_products(candidate), time(candidate, FLOPS)
     if frozen != "the tower and the projector":  # XLA does not run the projector's first matmul a second time
