@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from trainers import Killed, KilledTrainer
 
-STEPS, SAVED, KILLED = 8, 4, 7
+STEPS, SAVED, KILLED = 5, 3, 4
 FP8 = ("precision.fp8.recipe=delayed", "precision.fp8.amax_history_length=3", "model.head_dim=16")
 
 
