@@ -20,7 +20,7 @@ from megajax.training.step import TrainProgram, TrainState
 from megajax.weights.masters import is_split, joined, split
 
 # A hidden size of 36 is padded over fsdp 8.
-MODEL = {**COMMON, "num_layers": 1, "hidden_size": 36, "num_heads": 2, "num_kv_heads": 2, "ffn_hidden_size": 48}
+MODEL = {**COMMON, "block_pattern": ["mlp"], "hidden_size": 36, "num_heads": 2, "ffn_hidden_size": 48}
 
 
 def make_program(mesh: dict[str, int], devices: int, master: str, **optimizer) -> TrainProgram:
