@@ -1,6 +1,7 @@
 """A tiny model, a learnable text and its runs: in this process, or as `python -m megajax.train` in another.
 
-The model has one layer: the step of two, a loop, takes twice as long to trace and compile.
+The model has one layer, an MLP: the step of two, a loop, takes twice as long to trace and compile, and so does that of
+a layer with attention, which is for tests of what such layers have.
 """
 
 import json
@@ -14,10 +15,18 @@ from megajax.config import load_config
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory) -> Path:
-    """The config file of the tiny model; its data come as an override."""
+def tiny_with_attention(tmp_path_factory) -> Path:
+    """The config file of a tiny model; its data come as an override."""
     path = tmp_path_factory.mktemp("configs") / "tiny.yaml"
     path.write_text(TINY.replace("num_layers: 2", "num_layers: 1"))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_with_attention, tmp_path_factory) -> Path:
+    """The same with an MLP as its layer."""
+    path = tmp_path_factory.mktemp("configs") / "tiny.yaml"
+    path.write_text(tiny_with_attention.read_text().replace("num_layers: 1", "num_layers: 1, block_pattern: [mlp]"))
     return path
 
 

@@ -18,8 +18,8 @@ from megajax.inference.load import load_run
 from megajax.training.loop import Trainer
 
 # A router's bias is layer state.
-SMALL = ("model.num_experts=4", "model.router.expert_bias=true", "run.steps=9", "run.eval_steps=1")
-SMALL += ("data.split='8,2,0'", "checkpoint.keep=9", "model.num_layers=2")
+SMALL = ("model.block_pattern=null", "model.num_experts=4", "model.router.expert_bias=true", "run.steps=9")
+SMALL += ("run.eval_steps=1", "data.split='8,2,0'", "checkpoint.keep=9", "model.num_layers=2")
 
 
 @pytest.fixture(scope="module")

@@ -138,6 +138,11 @@ BASES = (
 )
 
 
+@pytest.fixture(scope="session")
+def tiny(tiny_with_attention):
+    return tiny_with_attention
+
+
 @pytest.fixture(scope="module")
 def bases(tiny, text):
     """BASES with resolved configs."""

@@ -22,7 +22,7 @@ def build(make_config, tmp_path):
 
     def build(*overrides, devices=1, kind=QuickTrainer):
         paths = (f"run.dir={tmp_path / 'run'}", f"checkpoint.export_hf.dir={tmp_path / 'hf'}")
-        config = make_config("data.kind=synthetic", "run.eval_steps=0", *paths, *overrides)
+        config = make_config("data.kind=synthetic", "run.eval_steps=0", "model.block_pattern=null", *paths, *overrides)
         return kind(config, jax.devices()[:devices])
 
     return build

@@ -35,6 +35,11 @@ STATES = {
 }
 
 
+@pytest.fixture(scope="session")
+def tiny(tiny_with_attention):
+    return tiny_with_attention
+
+
 @pytest.fixture
 def build(tmp_path, make_config):
     """(overrides..., kind=QuickTrainer, name="run") → a Trainer on as many devices as its mesh has."""

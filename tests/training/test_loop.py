@@ -139,7 +139,7 @@ def test_flops_per_token_of_llama3_8b_l8_are_worked_out_by_hand():
 @pytest.mark.smoke
 def test_flops_of_a_window_count_the_keys_that_queries_see(make_config):
     S, W = 4096, 256
-    settings = ("batch.sequence_length=4096", "model.num_layers=6")
+    settings = ("batch.sequence_length=4096", "model.num_layers=6", "model.block_pattern=null")
     window = ("model.sliding_window=256", "model.layer_pattern=[local, local, global]")
     # Pairs of a query and a key that it sees; the diagonal counts half, as in S/2 for a whole triangle.
     seen = sum(min(query + 0.5, W - 0.5 * (query >= W)) for query in range(S)) / S
@@ -151,7 +151,7 @@ def test_flops_of_a_window_count_the_keys_that_queries_see(make_config):
 
 def test_flops_of_a_plain_tied_model_are_worked_out_by_hand(make_config):
     # D=32, N=4, K=2, H=8, F=64, V=128, L=1, S=16; two MLP matrices, the tied head still multiplies.
-    config = make_config("model.activation=gelu", "model.tie_embeddings=true")
+    config = make_config("model.block_pattern=null", "model.activation=gelu", "model.tie_embeddings=true")
     layer = 2 * 32 * 32 + 2 * 32 * 16 + 2 * 32 * 64
     assert flops_per_token(config) == 6 * (layer + 32 * 128) + 6 * 16 * 4 * 8
 

@@ -48,7 +48,7 @@ def kept(state):
 
 
 # Averages of the weights, and experts' biases, which the counts of a bad step would move.
-MORE = ("model.num_layers=1", "optimizer.ema_decay=0.9", "model.num_experts=4", "model.router.expert_bias=true")
+MORE = ("model.block_pattern=null", "optimizer.ema_decay=0.9", "model.num_experts=4", "model.router.expert_bias=true")
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_norms_of_split_masters_are_those_of_both_halves(make_config):
         {name: jnp.full(w.shape, 1.003, jnp.float32) for name, w in state.params.items()}
     )
     logged = jax.device_get(Norms(program).before(2, replace(state, params=params, master_low_bits=low_bits), batch))
-    assert low_bits and params["blocks.dense.mlp.up"].astype(jnp.float32).max() == 1
+    assert low_bits and params["blocks.mlp.mlp.up"].astype(jnp.float32).max() == 1
     for name, size in sizes.items():
         np.testing.assert_allclose(logged[f"weight_norm/{name}"], 1.003 * np.sqrt(size), rtol=1e-5, err_msg=name)
 
@@ -126,7 +126,7 @@ def logged(make_config, read_metrics, run_dir, interval, *overrides):
 def test_norms_are_logged_at_their_steps(tmp_path, make_config, read_metrics):
     lines, _ = logged(make_config, read_metrics, tmp_path, 2)
     assert ["grad_norm/head" in line for line in lines] == [False, True, False]
-    assert len(lines[1]["update_ratio/layers"]) == len(lines[1]["weight_norm/blocks.dense.mlp.up"]) == 1
+    assert len(lines[1]["update_ratio/layers"]) == len(lines[1]["weight_norm/blocks.mlp.mlp.up"]) == 1
     assert isinstance(lines[1]["weight_norm/final_norm"], float)
 
 

@@ -78,6 +78,7 @@ def test_a_run_is_that_on_the_devices_and_a_skipped_step_changes_no_file(program
     plain, filed = programs(
         "optimizer.clip_norm=0.5",
         f"optimizer.groups={groups}",
+        "model.block_pattern=null",
         "precision.compute=bfloat16",
         "optimizer.master=split",
         "optimizer.ema_decay=0.5",

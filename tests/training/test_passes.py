@@ -178,7 +178,8 @@ def losses_of(make_config, *overrides) -> tuple[Trainer, list[dict[str, float]]]
     found, trainers = [], []
     for mesh in MESHES:
         sizes = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
-        config = make_config("model.num_layers=2", "batch.num_microbatches=2", "run.eval_steps=all", *overrides, *sizes)
+        layers = ("model.block_pattern=null", "model.num_layers=2", "batch.num_microbatches=2")
+        config = make_config(*layers, "run.eval_steps=all", *overrides, *sizes)
         trainers.append(Trainer(config, jax.devices()[: math.prod(mesh.values())]))
         splits = [split for split in trainers[-1].data if split != "train"]
         found.append({split: trainers[-1].evaluate(split)["loss"] for split in splits})

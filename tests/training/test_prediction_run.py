@@ -22,6 +22,11 @@ MODEL = (
 NAMES = ("loss", "mtp_loss", "mtp_loss/module", "expert_load", "grad_norm")
 
 
+@pytest.fixture(scope="session")
+def tiny(tiny_with_attention):
+    return tiny_with_attention
+
+
 @pytest.mark.long
 def test_a_run_resumes_on_another_mesh_and_its_model_is_used_without_modules(
     make_config, read_metrics, tmp_path, capsys

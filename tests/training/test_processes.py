@@ -160,7 +160,7 @@ def test_two_processes_with_experts_go_on_from_the_checkpoint_of_one(
     tmp_path, train_here, start_two, read_metrics, checkpoint_steps
 ):
     """Each sequence is divided over both processes, and the experts too: tokens are sent to those of the other."""
-    experts = ("model.num_experts=4", "model.router.global_loss=0.1", "model.num_layers=1")
+    experts = ("model.block_pattern=null", "model.num_experts=4", "model.router.global_loss=0.1", "model.num_layers=1")
     experts += ("run.steps=4", "run.checkpoint_interval=2")
     run_dir, folders = tmp_path / "two", tmp_path / "folders"
     train_here(*experts, "checkpoint.keep=3", f"run.dir={tmp_path / 'one'}")

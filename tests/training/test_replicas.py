@@ -17,7 +17,7 @@ from megajax.training.loop import Trainer
 from megajax.training.replicas import ReplicaCheck
 from megajax.training.step import TrainProgram
 
-NAME = "blocks.dense.mlp.up"
+NAME = "blocks.mlp.mlp.up"
 MESH = ("mesh.data=4", "mesh.tensor=2")
 
 
@@ -50,7 +50,7 @@ def test_a_flipped_bit_of_one_copy_is_named_with_its_device(make_config):
     )
     check.start(1, state)
     assert check.damage() is None
-    norm = "blocks.dense.mlp.norm"  # replicated over all eight devices
+    norm = "blocks.mlp.mlp.norm"  # replicated over all eight devices
     for device, bit in ((devices[0], 31), (devices[5], 0)):
         check.start(2, with_damage(state, norm, device, bit))
         check.start(3, state)
@@ -61,7 +61,7 @@ def test_a_flipped_bit_of_one_copy_is_named_with_its_device(make_config):
 
 
 def test_of_two_copies_both_devices_are_named(make_config):
-    program = build(make_config, "mesh.fsdp=4", "mesh.tensor=2", "model.num_kv_heads=1")
+    program = build(make_config, "mesh.fsdp=4", "mesh.tensor=2", "model.num_kv_heads=1", "model.block_pattern=null")
     check = ReplicaCheck(program, pytest.fail, pytest.fail)
     state, devices = program.init_state(), program.mesh.devices
     key = "blocks.dense.attention.key"  # one head: fsdp shards it, both devices of tensor have it
@@ -70,7 +70,7 @@ def test_of_two_copies_both_devices_are_named(make_config):
     assert [(d.array, d.devices) for d in found] == [(f"params.{key}", list(devices[0, 0, 2, 0, 0]))]
     assert "no majority" in replicas.explain(1, found, 4)
     # A weight that is sharded over all devices has no copy.
-    check.start(2, with_damage(state, NAME, devices.ravel()[5]))
+    check.start(2, with_damage(state, "blocks.dense.mlp.up", devices.ravel()[5]))
     assert check.damage() is None
 
 

@@ -76,18 +76,18 @@ def refusal(config) -> tuple[str, set[str]]:
 
 
 def test_changes_that_matter_are_refused_all_at_once_unless_they_are_named(make_config, trained, text, capsys):
-    changes = ("data.order=sequential", "run.seed=7", "model.rope_theta=500.0", "batch.sequence_length=32")
+    changes = ("data.order=sequential", "run.seed=7", "model.norm_epsilon=0.001", "batch.sequence_length=32")
     lines = {
         "data.order=shuffled, but this run has sequential",
         "run.seed=1234, but this run has 7",
-        "model.rope_theta=10000.0, but this run has 500.0",
+        "model.norm_epsilon=1.0e-05, but this run has 0.001",
         "batch.sequence_length=16, but this run has 32",
     }
     sentence, found = refusal(make_config(*trained, *changes))
     assert found == lines and sentence.endswith(", or name those that are meant in checkpoint.allow_changes.")
     _, found = refusal(make_config(*trained, *changes, "checkpoint.allow_changes=[model, data, batch.sequence_length]"))
     assert found == {"run.seed=1234, but this run has 7"}
-    names = "checkpoint.allow_changes=[model.rope_theta, data, batch.sequence_length, run.seed]"
+    names = "checkpoint.allow_changes=[model.norm_epsilon, data, batch.sequence_length, run.seed]"
     trainer = trainer_of(make_config(*trained, *changes, names, "run.steps=3"), kind=QuickTrainer)
     capsys.readouterr()
     assert trainer.run() == 0
@@ -148,7 +148,7 @@ def test_sgd_gets_and_loses_no_moments_on_resume(make_config):
 
 def test_padded_adapters_are_saved_and_read_without_their_base(make_config, tmp_path):
     """A hidden size of 36 is padded over eight devices."""
-    shape = ("model.hidden_size=36", "model.num_heads=2", "mesh.fsdp=8")
+    shape = ("model.block_pattern=null", "model.hidden_size=36", "model.num_heads=2", "mesh.fsdp=8")
     config = make_config(*shape, "lora.rank=2", "lora.targets=[query]", "checkpoint.init_from=base")
     program = TrainProgram.build(config, build_mesh(check_mesh(config, 8), jax.devices()[:8]))
     state, saver = program.random_state(), StateSaver(program)

@@ -15,7 +15,9 @@ from megajax.step.gradients import gradient_function
 from megajax.training.batches import to_global
 from megajax.training.step import TrainProgram, _train_step
 
+WHOLE = "model.block_pattern=null"  # layers with attention
 GPT = (
+    WHOLE,
     "model.norm=layernorm",
     "model.position=learned",
     "model.activation=gelu",
@@ -218,7 +220,7 @@ def test_half_precision_keeps_fp32_masters_that_move_by_less_than_half_precision
         assert "loss_scale" not in metrics and float(state.loss_scale) == 1
     floats = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     assert {str(leaf.dtype) for leaf in floats} == {"float32"}
-    name = "blocks.dense.mlp.up"
+    name = "blocks.mlp.mlp.up"
     moved = np.asarray(state.params[name]) - before[name]
     assert np.mean(np.abs(moved) > 0.5e-6) > 0.9
     half = [np.asarray(w).astype(jnp.dtype(compute)) for w in (state.params[name], before[name])]
@@ -292,7 +294,7 @@ def test_small_moments_tie_the_weight_gradients_of_each_layer_to_it(make_program
         text = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()
         return text.count("stablehlo.optimization_barrier")
 
-    assert barriers(3) - barriers(2) == ties
+    assert barriers(2) - barriers(1) == ties
 
 
 def test_a_share_too_small_for_any_array_is_refused(make_program):
@@ -331,11 +333,11 @@ def test_the_logged_loss_is_the_language_model_loss_alone(make_program):
     ids=str,
 )
 def test_all_that_is_random_in_a_step_gives_it_a_key_that_differs_from_step_to_step(make_program, overrides):
-    keys = [make_program(*overrides, "run.seed=5").graph.random_key(jnp.int32(step)) for step in (0, 0, 1)]
+    keys = [make_program(WHOLE, *overrides, "run.seed=5").graph.random_key(jnp.int32(step)) for step in (0, 0, 1)]
     first, again, later = (jax.random.key_data(key).tolist() for key in keys)
     assert first == again != later
     assert (
-        make_program("model.num_experts=2", "lora.rank=2", "checkpoint.init_from=a_folder").graph.random_key(
+        make_program(WHOLE, "model.num_experts=2", "lora.rank=2", "checkpoint.init_from=a_folder").graph.random_key(
             jnp.int32(0)
         )
         is None

@@ -15,7 +15,7 @@ from megajax.training.loop import Trainer
 
 # A router's bias is layer state; a width of 36 is padded on 8 devices.
 SMALL = ("model.hidden_size=36", "model.head_dim=8", "run.eval_steps=0", "data.kind=synthetic")
-SMALL += ("model.num_experts=4", "model.router.expert_bias=true")
+SMALL += ("model.block_pattern=null", "model.num_experts=4", "model.router.expert_bias=true")
 WEIGHTS_ONLY = "checkpoint.save_optimizer=false"
 
 
