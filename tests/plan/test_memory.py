@@ -469,6 +469,15 @@ LONG = (
     "configs/llama3_8b_l8.yaml mesh.fsdp=1 model.mtp_layers=1",
     "configs/models/llama2_7b.yaml mesh.fsdp=4 mesh.data=2 mesh.pipeline=2",
     "configs/models/mixtral_8x7b.yaml model.num_layers=2 batch.sequence_length=2048",
+    "configs/models/deepseek_v2_lite.yaml",
+    "configs/models/qwen3_30b_a3b.yaml model.num_layers=4",
+    "configs/models/qwen3_30b_a3b.yaml mesh.pipeline=2",
+    "configs/models/llama2_7b.yaml",
+    "configs/gated_deltanet_2b.yaml",
+    "configs/llama3_70b.yaml mesh.tensor=1 mesh.data=64 mesh.fsdp=8 batch.global_size=512 batch.num_microbatches=1 k",
+    "configs/llama3_8b.yaml mesh.fsdp=2 batch.num_microbatches=1 batch.global_size=2 kernels.scan_unroll=32",
+    "configs/mixtral_l2.yaml model.num_layers=4",
+    "configs/qwen3_30b_l6.yaml",
 )
 ROWS = [
     pytest.param(row, id=row.case.removeprefix("configs/"), marks=[pytest.mark.long] * row.case.startswith(LONG))
