@@ -181,30 +181,30 @@ def test_a_local_checkpoint_in_place_of_a_damaged_durable_one_stays_for_another_
 
 
 class GoingBack(megajax.Hook):
-    """A rollback from step 5, once, to the checkpoint of step 3."""
+    """A rollback from step 7, once, to the checkpoint of step 4."""
 
     def on_step(self, run):
-        if run.step == 5:
+        if run.step == 7:
             self.saved()
-            run.end_with(Rollback(1, 3, 40, 5, None, None, 16))
+            run.end_with(Rollback(1, 4, 56, 7, None, None, 24))
 
 
 class KilledAfterRollback(QuickTrainer):
     """Its process is killed after the first step that it repeats."""
 
     def next_batch(self):
-        if self.step == 4 and Rollbacks(self.config).past:
+        if self.step == 5 and Rollbacks(self.config).past:
             raise Killed
         return super().next_batch()
 
 
 def test_a_run_that_is_killed_after_a_rollback_does_not_undo_it(build, tmp_path):
     hook = GoingBack()
-    trainer = build(devices=1, kind=KilledAfterRollback, hooks=[hook])
+    trainer = build("run.checkpoint_interval=4", devices=1, kind=KilledAfterRollback, hooks=[hook])
     hook.saved = trainer.saved
     with pytest.raises(Killed):
         trainer.run()
-    assert sorted(local_files(tmp_path)) == [4]
+    assert sorted(local_files(tmp_path)) == [5]
 
 
 def test_an_index_that_does_not_fit_its_data_is_damage(build, tmp_path):
