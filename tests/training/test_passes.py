@@ -171,6 +171,9 @@ def stream(tokens: np.ndarray) -> list[tuple[list[int], list[bool]]]:
 
 
 MESHES = [{}, {"data": 2, "pipeline": 2}]
+# Texts and chats, one in a sequence, share a program of each mesh.
+EVALUATED = ("model.block_pattern=null", "model.num_layers=2", "model.vocab_size=257", "run.eval_steps=all")
+EVALUATED += ("batch.num_microbatches=2", "batch.global_size=4")
 
 
 def losses_of(make_config, *overrides) -> tuple[Trainer, list[dict[str, float]]]:
@@ -178,8 +181,7 @@ def losses_of(make_config, *overrides) -> tuple[Trainer, list[dict[str, float]]]
     found, trainers = [], []
     for mesh in MESHES:
         sizes = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
-        layers = ("model.block_pattern=null", "model.num_layers=2", "batch.num_microbatches=2")
-        config = make_config(*layers, "run.eval_steps=all", *overrides, *sizes)
+        config = make_config(*EVALUATED, *overrides, *sizes)
         trainers.append(Trainer(config, jax.devices()[: math.prod(mesh.values())]))
         splits = [split for split in trainers[-1].data if split != "train"]
         found.append({split: trainers[-1].evaluate(split)["loss"] for split in splits})
@@ -192,7 +194,7 @@ def test_the_loss_of_whole_texts_is_that_of_each_token_once(tmp_path, make_confi
     sets = f"data.valid_sets=[{{name: own, prefix: {own}}}, {{name: short, prefix: {short}}}]"
     trainer, found = losses_of(make_config, f"run.dir={tmp_path}", f"data.valid=[{text}, {own}]", sets)
     streams = {name: stream(tokens_of(prefix)) for name, prefix in (("text", text), ("own", own), ("short", short))}
-    assert len(streams["text"] + streams["own"]) % ROWS and len(streams["own"]) % ROWS
+    assert len(streams["text"] + streams["own"]) % 4 and len(streams["own"]) % 4
     expected = {
         "valid": plain_loss(trainer, streams["text"] + streams["own"]),
         "valid/own": plain_loss(trainer, streams["own"]),
@@ -207,7 +209,7 @@ def test_the_loss_of_whole_texts_is_that_of_each_token_once(tmp_path, make_confi
 @pytest.mark.parametrize("packing", ["balanced", "none"])
 def test_the_loss_of_whole_sets_of_chats_is_that_of_each_answer_once(tmp_path, make_config, packing):
     given = (*chats(tmp_path / "chats.jsonl", "valid"), f"data.packing={packing}", f"run.dir={tmp_path}")
-    trainer, found = losses_of(make_config, *given, "batch.global_size=4")
+    trainer, found = losses_of(make_config, *given)
     samples = []
     for prompt, completion in CHATS:
         tokens = [*f"{prompt}{completion}".encode(), 256][: S + 1]
