@@ -168,7 +168,7 @@ def test_evaluations_stand_at_their_interval_and_at_the_end(run, text):
 
 @pytest.mark.long
 def test_a_packed_run_trains_and_evaluates_on_packed_batches(run, capsys):
-    packed = ("data.reset_attention=true", "data.mask_end_of_document_loss=true")
+    packed = ("model.block_pattern=null", "data.reset_attention=true", "data.mask_end_of_document_loss=true")
     trainer = run("data.split='8,2,0'", "run.steps=2", "run.eval_steps=2", "mesh.data=2", *packed, devices=2)
     assert "; documents separate in attention, loss\n" in capsys.readouterr().out
     logged, evaluation = lines(trainer)[-2:]
@@ -194,7 +194,8 @@ def test_the_loss_falls_below_the_unigram_entropy_of_the_text(run, text):
     counts = np.array(list(Counter(IndexedDataset(text).tokens.tolist()).values()))
     shares = counts / counts.sum()
     entropy = -(shares * np.log(shares)).sum()
-    trainer = run("data.split='8,2,0'", "run.steps=60", "run.log_interval=5", "schedule.learning_rate=1e-2")
+    settings = ("model.block_pattern=null", "run.log_interval=5", "schedule.learning_rate=1e-2")
+    trainer = run("data.split='8,2,0'", "run.steps=60", *settings)
     losses = [line["loss"] for line in lines(trainer) if "loss" in line]
     assert losses[0] > entropy > 2 * losses[-1]
     assert lines(trainer)[-1]["eval_loss"] < entropy / 2
