@@ -216,10 +216,14 @@ def pytest_sessionfinish() -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave the modules out of the collection of garbage, and find the programs that tests reuse."""
     gc.freeze()
-    if step := sys.modules.get("megajax.training.step"):  # imported by a test module
+    if "megajax.training.step" in sys.modules or "megajax.inference.generation" in sys.modules:  # of a test module
+        from reused_inference import share_inference
         from reused_programs import ReusedPrograms
 
-        session.stash[REUSED] = ReusedPrograms(step.TrainProgram)
+        from megajax.training.step import TrainProgram
+
+        session.stash[REUSED] = reused = ReusedPrograms(TrainProgram)
+        share_inference(reused)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -27,7 +27,8 @@ KEPT = 80  # functions, each holds its compiled program, weights, or estimates
 # A test that replaces something here has steps of its own, of DRAWN first states too.
 DRAWN = ("config", "layout", "mesh", "model", "optim", "options", "schema", "sharding")
 DRAWN = ("jax", "optax", *(f"megajax.{name}" for name in DRAWN))
-TRACED = ("estimate", "ops", "parallel", "step", "step_plan", "training.step", "training.summary", "weights")
+TRACED = ("estimate", "inference", "ops", "parallel", "step", "step_plan", "training.step", "training.summary")
+TRACED += ("weights",)
 TRACED = tuple(f"megajax.{name}" for name in TRACED)
 TRACED += DRAWN
 
@@ -79,13 +80,13 @@ class ReusedPrograms:
                 return own(plan)
             facts = repr((plan.sizes, plan.hardware, plan.kernels, plan.edges))
             key = json.dumps(["memory", settings_of(plan.config), facts])
-            return self._kept(key, lambda: own(plan))
+            return self.kept(key, lambda: own(plan))
 
         summary.estimate_memory = shared
 
     def _of(self, program: Any, name: str, make: Callable) -> Any:
         key = json.dumps([name, settings_of(program.config), str(program.mesh), str(program.mesh.devices.flatten())])
-        return self._kept(key, lambda: make(program))
+        return self.kept(key, lambda: make(program))
 
     def _first_state(self, program: Any) -> Callable:
         """Jitted first weights → the first state: programs of other settings compute it alike."""
@@ -93,16 +94,17 @@ class ReusedPrograms:
         traced, shardings = jax.make_jaxpr(program._first_state)(shapes), program.state_shardings
         constants = [np.asarray(constant).tolist() for constant in traced.consts]
         key = json.dumps(["first", str(traced), constants, str(shardings), str(program.mesh.devices.flatten())])
-        return self._kept(key, lambda: jax.jit(program._first_state, out_shardings=shardings))
+        return self.kept(key, lambda: jax.jit(program._first_state, out_shardings=shardings))
 
     def _weights(self, program: Any) -> dict[str, np.ndarray]:
         """The first weights of a program's model in their canonical shapes."""
         config = program.config
         settings = config.model_dump(mode="json", include={"model", "lora"})
         key = json.dumps(["weights", config.run.seed, settings, shapes_of(program)])
-        return self._kept(key, lambda: first_weights(program.model, config.run.seed, config.model.init_std))
+        return self.kept(key, lambda: first_weights(program.model, config.run.seed, config.model.init_std))
 
-    def _kept(self, key: str, make: Callable[[], Any]) -> Any:
+    def kept(self, key: str, make: Callable[[], Any]) -> Any:
+        """What `make` gave for this key."""
         if key not in self._known:
             self._known[key] = make()
         self._known.move_to_end(key)
