@@ -70,7 +70,7 @@ def test_a_gated_activation_and_its_gradient_are_quantised_where_they_are_comput
 @pytest.mark.parametrize(("tensor", "M"), [("weight", 144), ("gradient", 16)])
 def test_products_of_each_block_are_scaled_and_added_in_fp32(rng, tensor, M):
     """More tiles than blocks of threads, more steps than stages, and sizes that are no multiples of a tile."""
-    N, K = 208, 3 * BLOCK
+    N, K = 160, 3 * BLOCK
     a, b = (
         rng.standard_normal((rows, K)) * 2.0 ** rng.integers(-6, 6, (rows, K // BLOCK)).repeat(BLOCK, 1)
         for rows in (M, N)
