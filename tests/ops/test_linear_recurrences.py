@@ -12,7 +12,6 @@ from megajax.ops.state_space import recurrent_state_space, state_space
 
 TOLERANCE = 1e-5  # in float32
 OF_DEFINITION = {gated_delta_rule: recurrent_gated_delta_rule, state_space: recurrent_state_space}
-BY_CHANNEL = pytest.mark.parametrize("by_channel", [False, True], ids=["of_heads", "by_channel"])
 
 
 def numpy_delta_rule(q, k, v, log_decay, strength, initial, starts=None):
@@ -82,8 +81,14 @@ def test_mamba_2_is_its_definition(check_op, rng, op):
     check_op(found, partial(numpy_state_space, starts=starts), [q, k, v, decay, initial], thorough=False)
 
 
-@BY_CHANNEL
-@pytest.mark.parametrize("op", [recurrent_gated_delta_rule, gated_delta_rule])
+@pytest.mark.parametrize(
+    ("op", "by_channel"),
+    [
+        *((recurrent_gated_delta_rule, by_channel) for by_channel in (False, True)),
+        (gated_delta_rule, False),
+        pytest.param(gated_delta_rule, True, marks=pytest.mark.long),  # the next test has chunks of such decays
+    ],
+)
 def test_values_and_gradients_are_those_of_the_definition(check_op, rng, op, by_channel):
     starts = np.zeros((2, 7), bool)
     starts[0, [2, 3]] = True
