@@ -27,12 +27,13 @@ ON_A_MESH = tuple(f"tiny_{name}" for name in ON_A_MESH)
 # Mamba-2 and gated DeltaNet. tests/ops/test_linear_recurrences.py differentiates the recurrences, test_context.py and
 # test_hybrids.py the layers on meshes.
 HYBRIDS = ("tiny_falcon_h1", "tiny_qwen3_next")
-SMOKE = ("tiny_gpt2", "tiny_llama", "tiny_mixtral", "tiny_deepseek_v3")
+SMOKE = ("tiny_gpt2", "tiny_llama", "tiny_deepseek_v2")
 # Their blocks are among those of qwen3_next and nemotron_h,
 LONG = ("tiny_qwen3_5_text", "tiny_qwen3_5_moe_text", "tiny_mamba2")
 # and in granite_dense and gpt_neox; in phi3; gemma3_text; gemma2 and qwen2; qwen3_moe_mixed and deepseek_v2.
 LONG += ("tiny_bamba", "tiny_mistral", "tiny_qwen3", "tiny_qwen3_local", "tiny_qwen3_moe")
-LONG += ("tiny_gpt_oss",)  # the step on a mesh has its loss and gradients
+# The step on a mesh has their losses and gradients; test_commands.py compares the logits of what it imports.
+LONG += ("tiny_gpt_oss", "tiny_deepseek_v3", "tiny_mixtral", "tiny_modernbert")
 MARKS = dict.fromkeys(SMOKE, pytest.mark.smoke) | dict.fromkeys(LONG, pytest.mark.long)
 LOGITS = [pytest.param(path, id=path.stem, marks=MARKS.get(path.stem, ())) for path in FILES]
 FAST_ON_A_MESH = ("tiny_deepseek_v3", "tiny_gpt_oss")  # test_hybrids.py and others have meshes of the other mixers
