@@ -58,7 +58,7 @@ def test_the_end_of_a_text_is_the_first_token_that_stops_or_begins_one(adapter):
 
 def test_requests_are_answered_as_by_the_reference(references, folder_of, adapter):
     adapter.model.max_length = 64
-    of_reference = type(adapter)(str(folder_of("tiny_llama")), mesh="fsdp:2", batch_size="auto:4")
+    of_reference = type(adapter)(str(folder_of("tiny_llama")), batch_size="auto:4")
     assert (adapter.batch, of_reference.batch) == (2, 8)
     scores = references["tiny_llama"]["scores"]
     requests = [(("", ""), tokens[:start], tokens[start:]) for tokens, start, *_ in scores]

@@ -22,7 +22,8 @@ from megajax.inference.scoring import ScoredWindow, Scorer, answer_windows, wind
 from megajax.inference.weights import ModelWeights
 
 
-@pytest.mark.parametrize("name", ["tiny_llama", "tiny_mixtral"])
+# test_lm_eval.py has the scores of tiny_llama.
+@pytest.mark.parametrize("name", [pytest.param("tiny_llama", marks=pytest.mark.long), "tiny_mixtral"])
 def test_scores_are_those_of_transformers_on_a_mesh(references, folder_of, name):
     devices = jax.devices()[:4]
     model = megajax.from_hf(folder_of(name), megajax.build_mesh({"fsdp": 2, "tensor": 2}, devices))
