@@ -5,6 +5,7 @@ import math
 import re
 import resource
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -431,8 +432,9 @@ def test_a_full_disk_leaves_nothing(imported, full_disk, tmp_path, capsys):
 
 
 @pytest.mark.smoke
-def test_mistakes_are_sentences(imported, with_tokenizer, tmp_path, capsys):
+def test_mistakes_are_sentences(imported, with_tokenizer, tmp_path, capsys, monkeypatch):
     folder, run_dir = imported
+    monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not installed; to import it takes seconds
     assert f"{run_dir} exists: give a new folder, or remove it" in error_of(capsys, "import", folder, run_dir)
     assert f"{folder} exists: give a new folder, or remove it" in error_of(capsys, "export", run_dir, folder)
     assert "RUN_DIR=. exists: give a new folder" in error_of(capsys, "import", folder, ".")
