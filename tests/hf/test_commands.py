@@ -6,6 +6,7 @@ import re
 import resource
 import shutil
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,29 +48,39 @@ logging: {tensorboard: false}
 """
 
 
+def add_tokenizer(folder: Path) -> Path:
+    vocabulary = {"<unk>": 0, "a": 1, "b": 2, "<|im_end|>": 3, "</s>": 4}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|im_end|>"}, "bos_token": "a"}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
 @pytest.fixture
 def with_tokenizer(unpack):
     """A folder that transformers wrote, by its name, with a tokenizer."""
+    return lambda name: add_tokenizer(unpack(name))
 
-    def with_tokenizer(name: str) -> Path:
-        folder = unpack(name)
-        vocabulary = {"<unk>": 0, "a": 1, "b": 2, "<|im_end|>": 3, "</s>": 4}
-        words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-        words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-        words.save(str(folder / "tokenizer.json"))
-        (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|im_end|>"}, "bos_token": "a"}')
-        (folder / "chat_template.jinja").write_text("{{ messages }}")
-        return folder
 
-    return with_tokenizer
+@pytest.fixture(scope="module")
+def imported_once(tmp_path_factory):
+    """A directory with `tiny_llama` and what was imported from it, `run`."""
+    directory = tmp_path_factory.mktemp("imported")
+    with zipfile.ZipFile(FILES / "tiny_llama.zip") as archive:
+        archive.extractall(directory / "tiny_llama")
+    assert main(["import", str(add_tokenizer(directory / "tiny_llama")), str(directory / "run")]) == 0
+    return directory
 
 
 @pytest.fixture
-def imported(with_tokenizer, tmp_path):
-    """(folder, run directory) of tiny_llama, imported."""
-    folder = with_tokenizer("tiny_llama")
-    assert main(["import", str(folder), str(tmp_path / "run")]) == 0
-    return folder, tmp_path / "run"
+def imported(imported_once, tmp_path):
+    """(folder, run directory) of tiny_llama, imported; a copy, in whose config its own path is."""
+    shutil.copytree(imported_once, tmp_path, dirs_exist_ok=True)
+    config = tmp_path / "run/config.yaml"
+    config.write_text(config.read_text().replace(str(imported_once), str(tmp_path)))
+    return tmp_path / "tiny_llama", tmp_path / "run"
 
 
 def change_json(path: Path, **changes) -> None:
