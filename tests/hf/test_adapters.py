@@ -72,6 +72,14 @@ def run(request, tmp_path_factory):
     return request.param, trainer.run_dir.parent / "base", trainer
 
 
+@pytest.fixture(scope="module")
+def merged(run, tmp_path_factory):
+    """The folder that `hf export` writes of the run."""
+    folder = tmp_path_factory.mktemp("export") / "merged"
+    assert main(["export", str(run[2].run_dir), str(folder)]) == 0
+    return folder
+
+
 def trainer_of(name: str, directory: Path) -> Trainer:
     """The trainer of a new run in this directory, whose base is beside it."""
     with zipfile.ZipFile(FILES / f"{name}.zip") as archive:
@@ -99,13 +107,12 @@ def test_a_resumed_run_loads_its_base_again_and_goes_on_bit_for_bit(tmp_path):
     assert all((saved[n] != np.asarray(w)).any() for n, w in again.state.params.items())
 
 
-def test_the_merged_model_is_base_and_adapters_and_peft_has_its_names(run, tmp_path):
+def test_the_merged_model_is_base_and_adapters_and_peft_has_its_names(run, merged, tmp_path):
     name, base, trainer = run
-    assert main(["export", str(trainer.run_dir), str(tmp_path / "merged")]) == 0
     assert main(["adapters", str(trainer.run_dir), str(tmp_path / "peft")]) == 0
-    written = [*tmp_path.glob("merged/*"), *tmp_path.glob("peft/*")]
+    written = [*merged.glob("*"), *tmp_path.glob("peft/*")]
     assert len({path.stat().st_mode for path in written}) == 1  # other users of a cluster can read the weights too
-    merged = load_file(next((tmp_path / "merged").glob("*.safetensors")))
+    exported = load_file(next(merged.glob("*.safetensors")))
     plain, peft = load_file(base / SINGLE), load_file(tmp_path / "peft" / "adapter_model.safetensors")
     settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert settings["target_modules"] == sorted(PEFT[name]) and settings["peft_type"] == "LORA"
@@ -122,19 +129,18 @@ def test_the_merged_model_is_base_and_adapters_and_peft_has_its_names(run, tmp_p
         change = scale * b @ a
         assert np.abs(change).max() > 1e-2
         change = change.T if settings["fan_in_fan_out"] else change
-        np.testing.assert_allclose(merged[weight], plain[weight] + change, atol=1e-5, err_msg=weight)
-        plain[weight] = merged[weight]
+        np.testing.assert_allclose(exported[weight], plain[weight] + change, atol=1e-5, err_msg=weight)
+        plain[weight] = exported[weight]
     assert len(adapted) == len(PEFT[name]) * trainer.config.model.num_layers
     for weight, w in plain.items():
-        np.testing.assert_array_equal(merged[weight], w, err_msg=weight)
+        np.testing.assert_array_equal(exported[weight], w, err_msg=weight)
 
 
-def test_the_merged_model_has_the_loss_of_the_adapted_one(run, tmp_path):
+def test_the_merged_model_has_the_loss_of_the_adapted_one(run, merged):
     name, _, trainer = run
-    main(["export", str(trainer.run_dir), str(tmp_path / "merged")])
     model, one = Transformer(trainer.config.model), jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = {n: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=one) for n, p in parameters(model).items()}
-    weights = load(tmp_path / "merged", shapes, {}, trainer.config.model, "folder")[0]
+    weights = load(merged, shapes, {}, trainer.config.model, "folder")[0]
     batch = next(batches(trainer.program, "train", trainer.data["train"], 9))
     sums, tokens = trainer.program.eval_step(trainer.state.weights, {}, batch)
 

@@ -1,6 +1,7 @@
 """Documents packed into sequences have the losses and gradients that each has when it runs alone."""
 
 from functools import partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -41,15 +42,17 @@ class Documents(Samples):
 
 def losses_alone(transformer: Transformer, samples: Documents, weights) -> jax.Array:
     """The loss of each token `[ROWS, S]`, every document in a sequence of its own; 0 where the next is another's."""
-    parts = [np.split(samples[row], np.cumsum(LENGTHS[row])[:-1]) for row in range(ROWS)]
-    documents = [(row, part) for row in range(ROWS) for part in parts[row]]
-    alone = np.array([[*part, *[0] * (S + 1 - part.size)] for _, part in documents])  # the rest is not checked
-    log_probabilities = jax.nn.log_softmax(bind(transformer, weights)(jnp.asarray(alone[:, :-1])))
-    losses: list[list] = [[] for _ in range(ROWS)]
-    for document, (row, part) in enumerate(documents):
-        predicted = part.size - 1
-        losses[row] += [-log_probabilities[document, jnp.arange(predicted), part[1:]], jnp.zeros(1)]
-    return jnp.stack([jnp.concatenate(row)[:S] for row in losses])
+    alone, has_next = [], np.zeros((ROWS, S), bool)
+    predicted = np.zeros((3, ROWS, S), int)  # of each token: its document, the place there, the next token
+    for row in range(ROWS):
+        for first, end in pairwise(np.cumsum([0, *LENGTHS[row]])):
+            part = samples[row][first:end]
+            for token in range(part.size - 1):
+                predicted[:, row, first + token] = len(alone), token, part[token + 1]
+            has_next[row, first : end - 1] = True
+            alone.append([*part, *[0] * (S + 1 - part.size)])  # the rest is not checked
+    log_probabilities = jax.nn.log_softmax(bind(transformer, weights)(jnp.asarray(alone)[:, :-1]))
+    return jnp.where(has_next, -log_probabilities[tuple(predicted)], 0)
 
 
 @pytest.mark.parametrize("model", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
