@@ -26,7 +26,7 @@ from megajax.training.step import TrainProgram
 
 STEPS = 2
 SMALL = {"num_heads": 8, "hidden_size": 32, "ffn_hidden_size": 64, "vocab_size": 250, "init_std": 0.05}
-# Layers of one sublayer compile in half the time; test_plain_model.py has whole ones in stages, test_vision.py also
+# Layers of one sublayer compile in half the time; test_plain_model.py has whole ones in stages, test_teacher.py also
 # in lockstep.
 # Where layers do not fill the stages, some slots are empty: gpt2's biases would show it if they did anything.
 MODELS = {

@@ -37,7 +37,6 @@ TEACHER |= {"num_experts": 4, "first_dense_layers": 1, "expert_ffn_hidden_size":
 TEACHER |= {"norm": "layernorm"}
 # In each layer; a stage has an empty slot. Attention of a teacher: test_objectives.py
 WITH_EXPERTS = {"teacher": {"model": TEACHER | {"first_dense_layers": 0, "block_pattern": ["experts"]}}}
-WITH_EXPERTS |= {"model": TINY | {"block_pattern": ["mlp"]}}
 
 
 @pytest.fixture(scope="module", autouse=True)
