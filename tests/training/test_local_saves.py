@@ -318,6 +318,8 @@ def test_a_step_that_one_process_could_not_write_replaces_nothing(tiers, tmp_pat
     assert all("set is not JSON serializable" in error for error in errors) and "process 1: " in errors[0]
     assert tiers(lambda tier, _: save_step(7, tier)) == [None] * 3
     assert stored_steps(tmp_path) == [["5", "7"]] * 3
+    tiers(lambda tier, _: tier.prepare(keep=5))  # killed at once, it must not find the other
+    assert stored_steps(tmp_path) == [["5"]] * 3
 
 
 def test_a_step_without_checksums_is_not_saved(tiers, tmp_path, monkeypatch):
