@@ -74,17 +74,10 @@ class SaveOutcome:
 class Checkpoints:
     """The checkpoints of one run directory."""
 
-    def __init__(
-        self,
-        run_dir: str | Path,
-        keep: int,
-        keep_every: int | None,
-        keep_best: int | None = None,
-        best_by: str = "lowest eval_loss",
-    ):
+    def __init__(self, run_dir: str | Path, keep: int, keep_every: int | None, best: tuple[int, str] | None = None):
         """Open or make the directory.
 
-        A save deletes all but the newest `keep`, every `keep_every`-th, and the `keep_best` best ones by an evaluation.
+        A save deletes all but the newest `keep`, every `keep_every`-th, and of `best` the number, by what it names.
         """
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax reports every file, and each failure many times
         asyncio_log = logging.getLogger("asyncio")
@@ -95,7 +88,7 @@ class Checkpoints:
         rules: list[Any] = [policies.LatestN(keep)]
         if keep_every:
             rules.append(policies.EveryNSteps(keep_every))
-        self._best = BestCheckpoints(self.directory, keep_best, best_by) if keep_best else None
+        self._best = BestCheckpoints(self.directory, *best) if best is not None else None
         if self._best is not None:
             rules.append(self._best)
         options = ocp.CheckpointManagerOptions(

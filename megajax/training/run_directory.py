@@ -43,7 +43,8 @@ class RunDirectory:
     def checkpoints(self) -> Checkpoints:
         """The checkpoints; makes the directory if it does not exist."""
         settings = self.config.checkpoint
-        return Checkpoints(self.path, settings.keep, settings.keep_every, settings.keep_best, settings.best_by)
+        best = None if settings.keep_best is None else (settings.keep_best, settings.best_by)
+        return Checkpoints(self.path, settings.keep, settings.keep_every, best)
 
     def take(self, seen: list[int]) -> bool:
         """Take the lock; whether another process has written since process 0 had `seen` checkpoints of these steps.
