@@ -161,6 +161,11 @@ class _Step:
         )
 
     @cached_property
+    def teacher(self) -> "_Step | None":
+        """A frozen teacher as a step of its own, of which the forward pass counts."""
+        return None if self.plan.teacher is None else _Step(self.plan.teacher, self.given, self.stored)
+
+    @cached_property
     def weight_bytes(self) -> tuple[float, float]:
         """(bytes of a weight that are gathered, of its gradient that are reduced), per parameter."""
         number, fp8_layers = self.device.number, len(self.config.fp8_layers)
@@ -216,8 +221,8 @@ class _Step:
         """
         layers, remat, copies = self.own_slots()
         share = 1 / (self.sizes["pipeline"] * self.plan.layer_table.shape[1])
-        if (teacher := self.plan.teacher) is not None:
-            forward = _Step(teacher, self.given, self.stored).own_slots()[0].forward
+        if self.teacher is not None:
+            forward = self.teacher.own_slots()[0].forward
             layers += Passes(forward if self.config.teacher.base else forward * share)
         if (second := self.plan.second_stack) is not None:
             own = _Step(second, self.given, self.stored).own_slots()
@@ -303,9 +308,9 @@ class _Step:
 
     def forward_heads(self) -> PassSeconds:
         """Of a microbatch the teacher's head, and the first pass of an objective of segments, which has two."""
-        kind, teacher, found = self.config.objective.kind, self.plan.teacher, PassSeconds()
-        if teacher is not None:
-            found += Device(teacher, self.given).predictions(self.plan.head_tokens)
+        kind, found = self.config.objective.kind, PassSeconds()
+        if self.teacher is not None:
+            found += self.teacher.device.predictions(self.plan.head_tokens)
         if taken_together(kind) is not None and not replaces_head(kind):
             found += self.device.predictions(self.plan.head_tokens)
         return found
