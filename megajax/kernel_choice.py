@@ -158,7 +158,7 @@ class AttentionShape:
             model.attention_softcap,
             config.data.reset_attention,
             shortest if shortest < length and not model.causal else None,
-            not model.causal and config.is_padded("valid"),  # which has padding wherever training has
+            not model.causal and config.pads_samples("valid"),  # which has padding wherever training has
             _unsupported_by_parts(config, sizes),
             has_bias=model.position == "relative",
             two_sided=_two_sided(config),
@@ -197,7 +197,7 @@ def choose_attention(requested: str, hardware: Hardware, attention: AttentionSha
     if requested != "auto":
         return _asked_for(key, requested, obstacles)
     head_dim, value_dim, length = attention.head_dim, attention.value_dim, attention.sequence_length
-    if head_dim != value_dim and obstacles["pallas"] is None and not _is_padded(head_dim, value_dim):
+    if head_dim != value_dim and obstacles["pallas"] is None and not _pads_heads(head_dim, value_dim):
         return "pallas", f"it is faster than cuDNN for keys and values of widths {head_dim} and {value_dim}"
     problems: list[str] = []
     order = list(obstacles)  # the fastest first
@@ -276,7 +276,7 @@ def _too_wide(supported: str, attention: AttentionShape, instead: str) -> Obstac
     return problem, f"change them, or {instead}"
 
 
-def _is_padded(head_dim: int, value_dim: int) -> bool:
+def _pads_heads(head_dim: int, value_dim: int) -> bool:
     """Whether megajax's own kernel computes with wider heads than these."""
     from megajax.ops.ranged_attention import padded_widths  # here: Mosaic takes half a second
 

@@ -241,9 +241,9 @@ class StepPlan:
         return self.config.data.reset_attention
 
     @property
-    def is_padded(self) -> bool:
+    def pads_samples(self) -> bool:
         """Whether sequences of training may end with padding."""
-        return self.config.is_padded("train")
+        return self.config.pads_samples("train")
 
     def refuse(self, problem: str, cure: str, *keys: str) -> NoReturn:
         """Raise ConfigError: `problem (where a key is set): cure.`"""
@@ -430,7 +430,7 @@ class StepPlan:
         in_loops = any(segment.iterations > 1 for segment in self.segments)
         return self.sizes["fsdp"] > 1 and not self.is_pipelined and in_loops and self.trains_layers
 
-    def ties_reductions(self, complete: bool) -> bool:
+    def ends_reductions_per_layer(self, complete: bool) -> bool:
         """Whether a layer's weight gradients, and reductions of those above it, end before the next backward pass.
 
         They do where reductions over `fsdp`, or `complete` ones, are hidden behind that pass. Where nothing ties them,

@@ -225,7 +225,7 @@ def make_loader(
     rows = np.asarray(rows, np.int64)
     reading = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
     infilling, spans, masking = open_infilling(config), open_spans(config), open_masking(config)
-    changes = Changes(infilling, config.is_padded(split), spans, masking, find_images(config))
+    changes = Changes(infilling, config.pads_samples(split), spans, masking, find_images(config))
     source = BatchSource(samples, rows, sizes, start_step, RowPacking.of(config), Packing.of(config), changes)
     batches = grain.MapDataset.source(source).to_iter_dataset(reading)
     if split == "train" and data.workers:

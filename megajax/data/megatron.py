@@ -12,8 +12,8 @@ import numpy as np
 from megajax.data.blend import blend_indices, exhaustive_indices, normalise_weights
 from megajax.data.index_cache import cache_directory, cached, digest
 from megajax.data.indexed import IndexedDataset
+from megajax.data.megatron_order import GptIndices, gpt_indices
 from megajax.data.packing import RowPacking
-from megajax.data.sample_order import GptIndices, gpt_indices
 from megajax.data.samples import BlendedSamples, DocumentSamples, Samples
 from megajax.errors import InputError, counted
 from megajax.schema.batch_schedule import samples_before

@@ -105,7 +105,7 @@ class Changes:
     """What a batch has besides its samples and the next token of each, or in place of them."""
 
     infilling: Infilling | None = None
-    is_padded: bool = False  # samples may be padded
+    pads_samples: bool = False  # samples may be padded
     spans: SpanCorruption | None = None
     masking: Masking | None = None
     images: "Images | None" = None
@@ -150,7 +150,7 @@ def make_batch(
     if images is not None:
         of_rows = [(samples.pictures(int(index)), samples.document_lengths(int(index))) for index in indices]
         fields |= images.fields(of_rows, shape[1], packing.reset_positions)
-    if changes.is_padded:
+    if changes.pads_samples:
         lengths = np.array([block.shape[1] - samples.padding(int(index)) for index in indices])
         fields["is_real"] = np.arange(shape[1]) < lengths[:, None]
     if packing != Packing():

@@ -313,7 +313,7 @@ class _Step:
         It does where nothing ties them to their layers and they are added to sums over microbatches; in a pipeline,
         whose layers add to the sums themselves, where they can hide the exchanges of `context`.
         """
-        if self.plan.ties_reductions(complete=not self.repeats):
+        if self.plan.ends_reductions_per_layer(complete=not self.repeats):
             return False
         return self.sizes["context"] > 1 if self.plan.is_pipelined else self.repeats
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from megajax.mesh import AXES
 from megajax.optim.forms import StateArray
-from megajax.optim.matrices import groups, rounds
+from megajax.optim.matrix_exchange import groups, rounds
 from megajax.optim.optimizer import MatrixOptimizer
 from megajax.optim.slots import OptimizerSlots
 from megajax.sharding import Placement

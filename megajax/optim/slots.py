@@ -14,7 +14,7 @@ from megajax.optim.ademamix import Ademamix
 from megajax.optim.blocks import random_bits
 from megajax.optim.forms import BFloat16, Form, Int8, LowBits, StateArray, seed_of
 from megajax.optim.lion import Lion
-from megajax.optim.matrices import MatrixLayout
+from megajax.optim.matrix_exchange import MatrixLayout
 from megajax.optim.muon import Muon
 from megajax.optim.offload import OFFLOADED, largest_share
 from megajax.optim.optimizer import MatrixOptimizer, Optimizer, OptimizerState, Slot, Slots, Updated

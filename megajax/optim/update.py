@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from megajax.errors import ConfigError
 from megajax.ops.barriers import not_merged
 from megajax.optim.groups import clip, decays, rates
-from megajax.optim.matrices import on_whole_matrices
+from megajax.optim.matrix_exchange import on_whole_matrices
 from megajax.optim.offload import in_turn
 from megajax.optim.optimizer import MatrixOptimizer, Named, Optimizer, OptimizerState, Slots, Updated
 from megajax.optim.schedule import make_schedule

@@ -367,7 +367,7 @@ class Config(Section):
         last = self.model.num_layers - fp8.last_bf16_layers
         return range(fp8.first_bf16_layers, last) if fp8.chosen.is_on else range(0)
 
-    def is_padded(self, split: str) -> bool:
+    def pads_samples(self, split: str) -> bool:
         """Whether sequences of a split ("train", "valid/NAME", ...) may end with padding.
 
         Their batches have the field `is_real`.

@@ -42,7 +42,7 @@ from megajax.step.nodes import (
     joined_fields,
 )
 from megajax.step.objective import make_objective
-from megajax.step.pipeline.shared_tokens import SharedTokens
+from megajax.step.pipeline.shared_tokens import SharedTokensComm
 from megajax.step.second_stack import SecondStack
 from megajax.step.stack.layers import LayerStack
 from megajax.step.stack.stack_weights import ByGroup, GroupWeights
@@ -83,7 +83,7 @@ class Graph:
         embedding, extra = Embedding(plan, comm), [node for node in WITH_BLOCKS if node.NAME in blocks]
         own = [(blocks.pop(node.NAME), weights.pop(node.NAME)) for node in extra]
         layers = LayerStack("layers", plan, comm, blocks, weights, not plan.sums_gradients)
-        shared = SharedTokens(comm, plan) if extra and plan.is_pipelined else comm
+        shared = SharedTokensComm(comm, plan) if extra and plan.is_pipelined else comm
         modules = [node(plan, shared, *of_node) for node, of_node in zip(extra, own, strict=True)]
         terminal: list[TerminalNode] = [make_objective(plan, comm), *modules]
         table = WeightTable(table_weights(plan, dtypes), embedding.as_stored)

@@ -121,7 +121,8 @@ class Trainer:
     def _make_hooks(self, given: Sequence[Hook]) -> None:
         """All hooks, with the user's, in the order in which they are called; their `on_end` in reverse order.
 
-        The log is the first: saves and evaluations read the numbers that it has just kept of this step.
+        The log is the first: saves and evaluations read the numbers that it has just kept of this step. A save comes
+        before the evaluation of its step, whose numbers are added to the checkpoint.
         """
         for hook in given:
             check_hook(hook)

@@ -14,7 +14,7 @@ from megajax.sharding import Placement
 from megajax.step.gradients import gradient_function
 from megajax.training.step import TrainProgram, TrainState, directions_of
 
-GRADIENT, WEIGHT, UPDATE = "grad_norm", "weight_norm", "update_ratio"
+GRADIENT, WEIGHT, UPDATE = "grad_norm", "weight_norm", "update_ratio"  # of one: `grad_norm/NAME`
 LAYERS = "layers"  # instead of a parameter's name: all trained parameters of each layer
 
 

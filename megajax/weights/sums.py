@@ -1,4 +1,4 @@
-"""Sums of gradients over microbatches, in FP32 or in BF16 (`precision.accumulation`).
+"""Sums of gradients over microbatches: how terms are added. Their dtype is `Weight.sum_dtype`.
 
 A BF16 sum is rounded once for each microbatch: terms within a microbatch (chunks of the head, rows of the embedding)
 are added in FP32.

@@ -69,7 +69,7 @@ class Padded(Samples):
 @pytest.mark.smoke
 def test_each_token_that_counts_may_be_hidden_and_no_other_one():
     masking = Masking(1.0, 1.0, 0.0, MASK, SIZE, SPECIAL, 1)
-    batch = make_batch(Padded(), [0], changes=Changes(masking=masking, is_padded=True))
+    batch = make_batch(Padded(), [0], changes=Changes(masking=masking, pads_samples=True))
     assert batch["tokens"].tolist() == [[10, *[MASK] * 5, 16, 17]]
     assert batch["targets"].tolist() == [[*range(10, 18)]]
     assert batch["loss_mask"].tolist() == [[0, 1, 1, 1, 1, 1, 0, 0]]

@@ -15,7 +15,7 @@ from megajax.data.blend import blend_indices, exhaustive_indices, normalise_weig
 from megajax.data.index_cache import cached
 from megajax.data.indexed import IndexedWriter
 from megajax.data.loader import datasets, make_loader, open_split
-from megajax.data.sample_order import gpt_indices
+from megajax.data.megatron_order import gpt_indices
 from megajax.data.samples import Packing, make_batch
 from megajax.errors import InputError
 

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from single_device import stored
 
 from megajax.mesh import AXES, build_mesh
-from megajax.optim.matrices import MatrixLayout, on_whole_matrices
+from megajax.optim.matrix_exchange import MatrixLayout, on_whole_matrices
 from megajax.sharding import EMPTY, LOGICAL_TO_MESH, place, to_canonical
 
 # Several matrices a device, so that their order shows; each with axes that divide rows, columns, or hold copies.

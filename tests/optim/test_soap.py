@@ -15,7 +15,7 @@ from single_device import first_state, make_config, stored, weights_of
 from megajax.checkpoint import Checkpoints
 from megajax.config.checks import check_mesh
 from megajax.mesh import AXES, build_mesh
-from megajax.optim import matrices
+from megajax.optim import matrix_exchange
 from megajax.optim.update import Given
 from megajax.tools.verify.runs import canonical
 from megajax.training.saving import StateSaver
@@ -73,7 +73,7 @@ def train(program: TrainProgram, state, gradients):
 )
 def test_meshes_update_weights_as_numpy_does(model, first, second, tmp_path, monkeypatch):
     """Three steps on a mesh, a checkpoint, and three on another one, where the bases are refreshed again."""
-    monkeypatch.setattr(matrices, "CHUNK", 2048)  # two matrices of D x D at once, so several rounds
+    monkeypatch.setattr(matrix_exchange, "CHUNK", 2048)  # two matrices of D x D at once, so several rounds
     program, other = (make_program(model, *each) for each in (first, second))
     weights = weights_of(program.config)
     gradients = [random_gradients(weights, step, decades=0.5) for step in range(STEPS)]

@@ -28,9 +28,9 @@ def test_weight_gradients_are_tied_to_their_layer_where_its_backward_pass_hides_
     """With sums over microbatches those of `data` and `context` are reduced after the last one."""
     model = {"num_experts": 4} if axis == "expert" else {}
     plan = plan_of(2, model=model, mesh={axis: 2}, batch={"num_microbatches": 2})
-    assert plan.ties_reductions(complete=True)
-    assert plan.ties_reductions(complete=False) == (axis in ("fsdp", "expert", "tensor"))
-    assert not plan_of(batch={"num_microbatches": 2}).ties_reductions(complete=True)
+    assert plan.ends_reductions_per_layer(complete=True)
+    assert plan.ends_reductions_per_layer(complete=False) == (axis in ("fsdp", "expert", "tensor"))
+    assert not plan_of(batch={"num_microbatches": 2}).ends_reductions_per_layer(complete=True)
 
 
 def test_two_microbatches_side_by_side_need_the_memory_of_one_of_their_size():

@@ -18,7 +18,7 @@ from single_device import first_state, make_config, stored, weights_of
 
 from megajax.config.checks import check_mesh
 from megajax.mesh import AXES, build_mesh
-from megajax.optim import matrices as matrices_module
+from megajax.optim import matrix_exchange
 from megajax.tools.verify.runs import canonical
 from megajax.training.step import TrainProgram, directions_of
 
@@ -171,7 +171,7 @@ class Case(NamedTuple):
 
         Only the optimizer runs, on given gradients.
         """
-        with mock.patch.object(matrices_module, "CHUNK", self.chunk or matrices_module.CHUNK):
+        with mock.patch.object(matrix_exchange, "CHUNK", self.chunk or matrix_exchange.CHUNK):
             program = self.make(steps)
             weights = weights_of(program.config)
             gradients = [random_gradients(weights, step) for step in range(steps)]

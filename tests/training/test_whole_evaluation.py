@@ -34,7 +34,7 @@ def test_every_token_but_the_first_of_a_source_is_predicted_once(make_config, te
     blend = f"data.valid=[{{prefix: {texts}/a, weight: null}}, {{prefix: {texts}/b, weight: null}}]"
     config = make_config(blend, "run.eval_steps=all", "data.reset_attention=true", "model.block_pattern=null")
     whole = open_split(config, "valid")
-    rows = make_batch(whole, range(len(whole) + 3), Packing.of(config), Changes(is_padded=True))
+    rows = make_batch(whole, range(len(whole) + 3), Packing.of(config), Changes(pads_samples=True))
     counted = rows["loss_mask"] > 0
     assert not rows["is_real"][len(whole) :].any() and not (counted & ~rows["is_real"]).any()
     expected = []
@@ -46,10 +46,10 @@ def test_every_token_but_the_first_of_a_source_is_predicted_once(make_config, te
     sets = make_config(f"data={{valid_sets: [{{name: a, prefix: {texts}/a}}], test: {texts}/a}}", "run.eval_steps=all")
     rows = -(-(sum(LENGTHS) - 1) // sets.batch.sequence_length)
     assert [len(open_split(sets, split)) for split in ("valid/a", "test")] == [rows] * 2
-    assert [sets.is_padded(split) for split in ("valid", "valid/a", "test", "train")] == [True] * 3 + [False]
+    assert [sets.pads_samples(split) for split in ("valid", "valid/a", "test", "train")] == [True] * 3 + [False]
     # Megatron's last sample of a validation set may be short
     last = make_config(blend, "data.order=megatron", "data.drop_last_validation_sample=false")
-    assert [last.is_padded(split) for split in ("valid", "valid/a", "test", "train")] == [True] * 2 + [False] * 2
+    assert [last.pads_samples(split) for split in ("valid", "valid/a", "test", "train")] == [True] * 2 + [False] * 2
 
 
 CHATS = [
@@ -87,7 +87,7 @@ def test_the_loss_is_the_mean_over_all_counted_tokens(make_config, texts, tmp_pa
 
     losses, counts = [], []
     for index in range(len(samples)):
-        one = make_batch(samples, [index] * size, Packing.of(program.config), Changes(is_padded=True))
+        one = make_batch(samples, [index] * size, Packing.of(program.config), Changes(pads_samples=True))
         one["loss_mask"][1:] = 0
         sums, tokens = program.eval_step(trainer.state.weights, trainer.state.layer_state, to_global(program, one))
         losses.append(float(sums["loss"]))

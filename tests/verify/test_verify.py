@@ -159,7 +159,7 @@ def test_a_correct_mesh_agrees_also_through_checkpoints(one, expected, checkpoin
 def test_a_checkpoint_needs_no_data_of_the_config():
     data = {"kind": "chat", "train": "elsewhere.jsonl", "tokenizer": "byte"}
     run = Run(shrink(Config.model_validate(LARGE | {"data": data}), [ONE], 2)[0], ONE)
-    assert run.program.config.is_padded("train") and run.saver.description(1)["step"] == 1
+    assert run.program.config.pads_samples("train") and run.saver.description(1)["step"] == 1
 
 
 @pytest.mark.long

@@ -56,7 +56,7 @@ class TokenShares:
         return x.reshape(-1, self.stages, self.length, *more)
 
 
-class SharedTokens(MeshComm):
+class SharedTokensComm(MeshComm):
     """The communication points of blocks whose tokens all stages share: `[B, S / P]` of a device's `[B, S]`.
 
     Weights are whole on every stage. `TokenPositions` are those of the device's `[B, S]` tokens.

@@ -113,7 +113,7 @@ class LayerStack:
             **({"segment_ids": Field(jnp.int32, key)} if self.plan.is_packed else {}),
             **({"is_prefix": Field(jnp.bool_, "model.prefix_lm")} if self.plan.model.prefix_lm else {}),
             # False for padding
-            "is_real": Field(jnp.bool_, "data.kind", optional=not self.plan.is_padded),
+            "is_real": Field(jnp.bool_, "data.kind", optional=not self.plan.pads_samples),
             # The index of each token in its sequence
             **({"order": Field(jnp.int32, key, derived=True)} if self.plan.balances_context else {}),
             **({name: Field(jnp.int32, key, derived=True) for name in of_groups}),
@@ -258,7 +258,7 @@ class LayerStack:
 
         Without loops and pipeline, dx of the first group waits for no weight gradient.
         """
-        if not self.plan.ties_reductions(self.weights.reduces_in_backward(self.segments[s])):
+        if not self.plan.ends_reductions_per_layer(self.weights.reduces_in_backward(self.segments[s])):
             return values
         if (s, u) == (0, 0) and self.segments[0].iterations == 1 and not self.plan.is_pipelined:
             return values[0], *not_before(values[1:])

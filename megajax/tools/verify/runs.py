@@ -149,7 +149,7 @@ def batches(config: Config, seed: int) -> Iterator[dict[str, np.ndarray]]:
             "loss_mask": rng.random((rows, length)) < shares,
             "positions": np.broadcast_to(np.arange(length), (rows, length)),
         }
-        if config.is_padded("train"):
+        if config.pads_samples("train"):
             lengths = rng.integers(-(-length // 8), length + 1, rows)
             lengths[0] = length
             fields["is_real"] = np.arange(length) < lengths[:, None]
