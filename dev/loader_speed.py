@@ -20,7 +20,7 @@ import numpy as np
 
 from megajax.config import Config
 from megajax.data.indexed import IndexedWriter
-from megajax.data.loader import datasets, make_loader
+from megajax.data.loader import make_loader, open_datasets
 
 DOCUMENT = 1000  # tokens, on average
 VOCABULARY = 32_000
@@ -84,7 +84,7 @@ def speed(options: argparse.Namespace, kind: str, workers: int) -> float:
 def first_pass(options: argparse.Namespace, workers: int) -> float:
     """Tokens per second when the text is tokenised."""
     start = time.perf_counter()
-    samples: Any = datasets(config_of(options, "text", workers, f"first-{workers}"))["train"]
+    samples: Any = open_datasets(config_of(options, "text", workers, f"first-{workers}"))["train"]
     return samples.num_tokens / (time.perf_counter() - start)
 
 

@@ -82,7 +82,7 @@ class Placement:
 
     @property
     def computes_in_fp32(self) -> bool:
-        """Whether the step computes with this weight in FP32: norms, routers, sinks."""
+        """Whether the step computes with this weight in FP32 (COMPUTED_IN_FP32)."""
         return self.axes[-1] in COMPUTED_IN_FP32
 
     def dtype_in_use(self, compute: Any) -> Any:

@@ -313,8 +313,9 @@ class StepPlan:
         """Whether the tokens of a sequence are distributed over `context` by the work of its documents.
 
         Not where the devices share the heads instead. Not if all layers have windows: then all tokens have
-        about the same work, and the ring skips devices. Not if a sublayer takes consecutive tokens (`Comm.in_order`),
-        or if scores have a bias, which is made for one order.
+        about the same work, and the ring skips devices. Groups of devices (`context_groups`) need it in both cases.
+        Not if a sublayer takes consecutive tokens (`Comm.in_order`), or if scores have a bias, which is made for one
+        order.
         """
         if any(map(takes_order, block_layers(self.config.model))) or self.config.model.position == "relative":
             return False

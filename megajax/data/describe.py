@@ -20,7 +20,7 @@ SOURCES_SHOWN = 20  # at most, of a blend
 
 
 def describe_data(config: "Config", datasets: Mapping[Split, Samples], sizes: BatchSizes | None = None) -> list[str]:
-    """Lines about the data that `loader.datasets` opened; reads no file.
+    """Lines about the data that `loader.open_datasets` opened; reads no file.
 
     The first line names the source. Then each split has its documents, tokens and the epochs that the run reads, and
     for a blend each source's share and epochs. Synthetic data has one line only. `sizes` are those of the run's steps,

@@ -9,7 +9,7 @@ from megajax.config import load_config
 from megajax.console import user_errors
 from megajax.data.describe import describe_data
 from megajax.data.epochs import resolve_epochs
-from megajax.data.loader import datasets
+from megajax.data.loader import open_datasets
 from megajax.errors import InputError
 from megajax.runtime import accept_missing_cuda
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
             )
         accept_missing_cuda()
         start = time.perf_counter()
-        opened = datasets(config)
+        opened = open_datasets(config)
         for line in describe_data(resolve_epochs(config, opened["train"]), opened):
             print(line)
         print(f"everything is stored after {time.perf_counter() - start:.1f} s")

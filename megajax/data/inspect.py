@@ -25,7 +25,7 @@ from megajax.data.epochs import resolve_epochs
 from megajax.data.fim import open_infilling
 from megajax.data.images import SizedPicture
 from megajax.data.indexed import IndexedDataset, Tokens, check_integers, id_range
-from megajax.data.loader import Documents, datasets, find_images
+from megajax.data.loader import Documents, find_images, open_datasets
 from megajax.data.masking import open_masking
 from megajax.data.megatron import MegatronBlend, MegatronSamples, wanted_samples
 from megajax.data.remote import RemoteTokens
@@ -252,7 +252,7 @@ def _config_lines(options: argparse.Namespace, run_dir: Path | None, colour: boo
             raise InputError(f"--pictures: the config has no model.vision, so its samples have no pictures: {cure}.")
         check_output("--pictures", options.pictures, is_folder=True)
     accept_missing_cuda()
-    opened, given, number = datasets(config), options.split or "train", options.sample or 0
+    opened, given, number = open_datasets(config), options.split or "train", options.sample or 0
     config = resolve_epochs(config, opened["train"])
     split = next((each for each in (given, f"valid/{given}") if each in opened), None)
     if split is None:

@@ -56,7 +56,7 @@ CHECKED_TOKENS = 1_000_000  # of each file
 ENDLESS = 1 << 40  # steps
 
 
-def datasets(config: "Config") -> dict[Split, Samples]:
+def open_datasets(config: "Config") -> dict[Split, Samples]:
     """Opens every split of the config and checks it before the start.
 
     Synthetic data has all three splits. Raises InputError for a missing or damaged file, a split without documents or
@@ -213,7 +213,7 @@ def make_loader(
 
     Row r of step t is sample `samples_of_step(...)[r]`, for any number of processes, threads and workers; a step has
     those of `rows` that are below its number of sequences. `sizes` are by default `batch_sizes(config, split)`.
-    `samples` is the split if `datasets` has already opened it. Evaluation starts at sample 0 and reads in threads,
+    `samples` is the split if `open_datasets` has already opened it. Evaluation starts at sample 0 and reads in threads,
     because starting `data.workers` for a few batches takes longer than reading them.
     """
     assert split == "train" or start_step == 0, "evaluation always reads from sample 0"

@@ -1,6 +1,7 @@
 """The microbatches of a step without a pipeline: the graph's nodes, forward, in turn, and backward.
 
 A pipeline runs parts of the list with the same functions, `run_forward_nodes` and `run_backward_nodes`.
+What divides losses is computed before the first forward, in `Graph`.
 """
 
 from collections.abc import Collection, Sequence

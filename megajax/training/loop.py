@@ -20,7 +20,7 @@ from megajax.config.checks import check_mesh
 from megajax.console import DONE, STOPPED
 from megajax.data.describe import describe_data, has_chats
 from megajax.data.epochs import resolve_epochs
-from megajax.data.loader import Split, datasets
+from megajax.data.loader import Split, open_datasets
 from megajax.errors import ConfigError, InputError, shown
 from megajax.inference.sampling import DEFAULT, Sampling
 from megajax.mesh import build_mesh, device_list
@@ -92,7 +92,7 @@ class Trainer:
         self._exports = Exports(config, self.console.report) if config.checkpoint.export_hf.dir is not None else None
         if batch_of is not None:
             check_batch_of(config, batch_of)
-        self.data = datasets(config)
+        self.data = open_datasets(config)
         self.config = config = self.monitoring.config = resolve_epochs(config, self.data["train"])
         if self._exports is not None:
             self._exports.config = config

@@ -68,7 +68,7 @@ class Weight:
     # Stored <-> per step
 
     def gather_per_step(self, stored: jax.Array) -> jax.Array:
-        """Fused FP32 shard → `fsdp` shard in the compute dtype; norms, routers, sinks and FP8 keep their dtype."""
+        """Fused FP32 shard → `fsdp` shard in the compute dtype; weights in FP8 and in COMPUTED_IN_FP32 keep theirs."""
         keep = self.placement.computes_in_fp32 or stored.dtype.itemsize == 1
         w = stored if keep else stored.astype(self.dtypes.compute)
         return gather_tiles(w, self._per_step, self._storage_dim(w)) if self._per_step else w

@@ -16,7 +16,7 @@ from megajax.cluster import Cluster, Gone, current
 from megajax.cluster.messages import Failure, Messages
 from megajax.config import load_config
 from megajax.data.indexed import IndexedWriter, open_checked
-from megajax.data.loader import datasets
+from megajax.data.loader import open_datasets
 from megajax.errors import ConfigError, InputError
 
 COUNT = 3
@@ -102,10 +102,10 @@ data: {{kind: text, train: {tmp_path}/*.jsonl, tokenizer: byte}}
 """
     )
     config = load_config(tmp_path / "model.yaml", [])
-    found = together(lambda _: datasets(config)["train"])
+    found = together(lambda _: open_datasets(config)["train"])
     assert [samples.dataset.tokens.size for samples in found] == [found[0].dataset.tokens.size] * COUNT
     opened.clear()
-    together(lambda _: datasets(config)["train"])
+    together(lambda _: open_datasets(config)["train"])
     assert len(set(opened[str(tmp_path / "text.jsonl")])) == 1  # one thread
 
     [tokens] = tmp_path.glob("run/index_cache/*/tokens.idx")

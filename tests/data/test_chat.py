@@ -15,7 +15,7 @@ from megajax.data.chat import Rendering, counted_in, counted_tokens, read_chats
 from megajax.data.chat_template import ChatTemplate, find_chat_template
 from megajax.data.conversation import IMAGE_PART, Completion, is_chat, read_record
 from megajax.data.describe import describe_data, has_chats
-from megajax.data.loader import datasets, make_loader
+from megajax.data.loader import make_loader, open_datasets
 from megajax.data.rendering import Chat
 from megajax.errors import ConfigError, InputError
 from megajax.inference.generation import continue_texts
@@ -107,7 +107,7 @@ def test_a_picture_is_named_under_each_key_that_templates_know():
 def test_tokens_and_mask_are_those_of_transformers(folder, reference, marked):
     if not marked:  # the same text without marks: an answer is what its message adds
         (folder / "chat_template.jinja").write_text(without_marks(reference["template"]))
-    samples = datasets(config_of(folder, {"packing": "none", "order": "sequential"}))["train"]
+    samples = open_datasets(config_of(folder, {"packing": "none", "order": "sequential"}))["train"]
     for i, expected in enumerate(reference["conversations"]):
         ids, mask = expected["ids"], np.array(expected["mask"], bool)
         assert samples[i][: len(ids)].tolist() == ids and not samples[i][len(ids) :].any()
@@ -122,7 +122,7 @@ def test_each_answer_is_trained_as_the_template_shows_it_when_it_is_the_last(fol
     for case in reference["answers"]:
         (folder / "chats.jsonl").write_text(json.dumps({"messages": case["messages"]}) + "\n")
         args = {"chat_template_args": case["arguments"]} if case["arguments"] else {}
-        samples = datasets(config_of(folder, {"packing": "none", "order": "sequential"} | args))["train"]
+        samples = open_datasets(config_of(folder, {"packing": "none", "order": "sequential"} | args))["train"]
         each = case["answers"]
         # A sample of an answer that does not change when the next one follows is part of the next sample.
         last = [
@@ -139,7 +139,7 @@ def test_each_answer_is_trained_as_the_template_shows_it_when_it_is_the_last(fol
 def test_the_summary_says_that_answers_have_samples_of_their_own(folder, reference):
     (folder / "chat_template.jinja").write_text(without_marks(reference["thinks"]))
     config = config_of(folder)
-    (line,) = [line for line in describe_data(config, datasets(config)) if line.startswith("train:")]
+    (line,) = [line for line in describe_data(config, open_datasets(config)) if line.startswith("train:")]
     answers = sum(m["role"] == "assistant" for each in reference["conversations"] for m in each["messages"])
     assert f"20 conversations ({answers} samples" in line
 
@@ -149,9 +149,9 @@ def test_packed_and_unpacked_batches_have_the_same_loss(folder):
     losses, rows = {}, {}
     for packing in ("balanced", "none"):
         config = config_of(folder, {"packing": packing}, length=160)
-        rows[packing] = len(datasets(config)["train"])
+        rows[packing] = len(open_datasets(config)["train"])
         config = config.model_copy(update={"batch": config.batch.model_copy(update={"global_size": rows[packing]})})
-        samples = datasets(config)["train"]
+        samples = open_datasets(config)["train"]
         mesh = megajax.build_mesh(check_mesh(config, 1), jax.devices()[:1])
         program = megajax.TrainProgram.build(config, mesh)
         every = np.arange(rows[packing])
@@ -165,7 +165,7 @@ def test_packed_and_unpacked_batches_have_the_same_loss(folder):
 def test_prompts_and_completions_count_the_completion_and_the_end(folder, tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "ab", "completion": "cé"}\n')
     data = {"train": str(tmp_path / "p.jsonl"), "tokenizer": "byte"}
-    samples = datasets(config_of(folder, data, length=8))["train"]
+    samples = open_datasets(config_of(folder, data, length=8))["train"]
     assert samples[0].tolist() == [97, 98, 99, 0xC3, 0xA9, 256, 0, 0, 0]
     assert samples.counted(0).tolist() == [False, False, True, True, True, True, False, False, False]
     batch = next(make_loader(config_of(folder, data, length=8), split="train", rows=np.arange(1), samples=samples))
@@ -177,7 +177,9 @@ def test_prompts_and_completions_count_the_completion_and_the_end(folder, tmp_pa
 def test_the_first_token_of_a_packed_completion_is_not_counted(folder, tmp_path):
     """Without a prompt nothing of its own text predicts it, only the end of the text before it in the sequence."""
     (tmp_path / "p.jsonl").write_text('{"prompt": "", "completion": "ab"}\n' * 2)
-    samples = datasets(config_of(folder, {"train": str(tmp_path / "p.jsonl"), "tokenizer": "byte"}, length=6))["train"]
+    samples = open_datasets(config_of(folder, {"train": str(tmp_path / "p.jsonl"), "tokenizer": "byte"}, length=6))[
+        "train"
+    ]
     assert samples[0].tolist() == [97, 98, 256, 97, 98, 256, 0]
     assert samples.counted(0).tolist() == [False, True, True, False, True, True, False]
 
@@ -202,7 +204,7 @@ def test_forms_of_chats_give_the_samples_of_messages(folder, form):
     samples = []
     for record in ({"messages": [QUESTION, ANSWER]}, SAME[form]):
         (folder / "chats.jsonl").write_text(json.dumps(record) + "\n")
-        opened = datasets(config_of(folder))["train"]
+        opened = open_datasets(config_of(folder))["train"]
         samples.append((opened[0].tolist(), opened.counted(0).tolist()))
     assert samples[0] == samples[1] and any(samples[0][1])
 
@@ -220,7 +222,7 @@ def test_forms_of_chats_give_the_samples_of_messages(folder, form):
 def test_the_last_line_advises_the_command_that_fits_the_data(folder, record, advised):
     (folder / "chats.jsonl").write_text(json.dumps(record) + "\n")
     config = config_of(folder)
-    line = closing_line(config, 1, 1, 1.0, has_chats(datasets(config)["train"]))
+    line = closing_line(config, 1, 1, 1.0, has_chats(open_datasets(config)["train"]))
     assert advised.replace("RUN", config.run.dir) in line and line.count(config.run.dir) == 3
     assert is_chat(record) and not is_chat(dict(list(record.items())[1:]) | {"text": "a"})
 
@@ -253,9 +255,9 @@ def test_an_array_and_a_glob_give_the_samples_of_the_lines(folder, reference):
     lines = (folder / "chats.jsonl").read_text().splitlines(keepends=True)
     (folder / "part-b.jsonl").write_text("".join(lines[7:]))
     (folder / "part-a.jsonl").write_text("".join(lines[:7]))
-    expected = datasets(config_of(folder))["train"]
+    expected = open_datasets(config_of(folder))["train"]
     for name in ("array.json", "part-*.jsonl"):
-        samples = datasets(config_of(folder, {"train": str(folder / name)}))["train"]
+        samples = open_datasets(config_of(folder, {"train": str(folder / name)}))["train"]
         assert len(samples) == len(expected) and samples.conversations == 20
         np.testing.assert_array_equal(samples.tokens, expected.tokens)
         np.testing.assert_array_equal(samples.counts, expected.counts)
@@ -272,14 +274,14 @@ def test_mistakes_in_arrays_and_globs_are_sentences(folder):
         "no*.jsonl": "matches no file",
     }.items():
         with pytest.raises(InputError, match=sentence) as error:
-            datasets(config_of(folder, {"train": str(folder / name)}))
+            open_datasets(config_of(folder, {"train": str(folder / name)}))
         assert str(folder / name) in str(error.value)
 
 
 def test_stored_arrays_that_do_not_fit_each_other_are_a_sentence(folder):
     """Of 20 conversations in one row."""
     config = config_of(folder, {"packing": "sequential"}, length=8192)
-    assert len(datasets(config)["train"]) == 1
+    assert len(open_datasets(config)["train"]) == 1
     [stored] = folder.glob("run/index_cache/*/")
     for name, index, value in (("starts", 1, 0), ("starts", 0, 1), ("order", 0, -1), ("order", 0, 20), ("ends", 0, 19)):
         array = np.load(path := stored / f"{name}.npy")
@@ -288,9 +290,9 @@ def test_stored_arrays_that_do_not_fit_each_other_are_a_sentence(folder):
         for wrong in (damaged, array[:0]):
             np.save(path, wrong)
             with pytest.raises(InputError, match=rf"{stored} cannot .* \(its arrays do not fit each other\): .*remove"):
-                datasets(config)
+                open_datasets(config)
         np.save(path, array)
-    datasets(config)
+    open_datasets(config)
 
 
 def test_long_conversations_are_cut_or_left_out_and_the_summary_says_so(folder, reference):
@@ -300,10 +302,10 @@ def test_long_conversations_are_cut_or_left_out_and_the_summary_says_so(folder, 
     assert 0 < long < 8
     cut = config_of(folder, length=room - 1)
     left = config_of(folder, {"too_long": "drop"}, length=room - 1)
-    assert sum(map(len, [datasets(left)["train"].order])) == 20 - long
-    opened = datasets(cut)
+    assert sum(map(len, [open_datasets(left)["train"].order])) == 20 - long
+    opened = open_datasets(cut)
     assert max(np.diff(opened["train"].starts)) == room
-    (line,) = [line for line in describe_data(left, datasets(left)) if line.startswith("train:")]
+    (line,) = [line for line in describe_data(left, open_datasets(left)) if line.startswith("train:")]
     assert f"20 conversations, {long} left out" in line and "the loss counts" in line
     (line,) = [line for line in describe_data(cut, opened) if line.startswith("train:")]
     assert f", {long} cut after {room} tokens, " in line
@@ -313,21 +315,21 @@ def test_long_conversations_are_cut_or_left_out_and_the_summary_says_so(folder, 
     assert line.endswith(f"counts {sum(map(sum, masks)) / tokens:.0%} of the tokens; {read / rows:.3g} epochs")
     twice = [{"prefix": str(folder / "chats.jsonl"), "weight": weight} for weight in (3, 1)]
     blend = config_of(folder, {"train": twice}, length=room - 1)
-    found = [line for line in describe_data(blend, datasets(blend)) if line.startswith("train:")]
+    found = [line for line in describe_data(blend, open_datasets(blend)) if line.startswith("train:")]
     for line, share in zip(found, (0.75, 0.25), strict=True):
         assert line.endswith(f"; {share * read / rows:.3g} epochs")
     with pytest.raises(InputError, match="within 4 tokens: raise batch.sequence_length, or give other data"):
-        datasets(config_of(folder, length=4))
+        open_datasets(config_of(folder, length=4))
 
 
 def test_epochs_have_different_orders_and_a_run_resumes_in_them(folder):
     config = config_of(folder, length=160)
-    samples = datasets(config)["train"]
+    samples = open_datasets(config)["train"]
     rows = [samples[i].tobytes() for i in range(3 * len(samples))]
     epochs = [rows[len(samples) * e : len(samples) * (e + 1)] for e in range(3)]
     assert len(set(epochs[0])) == len(samples) and all(set(epoch) == set(epochs[0]) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
-    in_order = datasets(config_of(folder, {"order": "sequential"}, length=160))["train"]
+    in_order = open_datasets(config_of(folder, {"order": "sequential"}, length=160))["train"]
     for epoch, found in enumerate(epochs):  # of the seed 5; other seeds have other epochs
         order = np.random.Generator(np.random.PCG64((5, epoch))).permutation(len(samples))
         assert found == [in_order[i].tobytes() for i in order]
@@ -381,7 +383,7 @@ MISTAKES = {
 def test_a_bad_line_is_a_sentence(folder, line):
     (folder / "chats.jsonl").write_text(line + "\n")
     with pytest.raises(InputError) as error:
-        datasets(config_of(folder))
+        open_datasets(config_of(folder))
     assert MISTAKES[line] in str(error.value) and "data.train" in str(error.value)
 
 
@@ -411,15 +413,15 @@ def test_templates_that_fail_are_sentences(folder):
     }.items():
         (folder / "chat_template.jinja").write_text(template)
         with pytest.raises(InputError, match=sentence):
-            datasets(config_of(folder))
+            open_datasets(config_of(folder))
     (folder / "other.jinja").write_text("{% for")
     for name, sentence in (("other", "damaged"), ("nowhere", "cannot be read"), ("..", "cannot be read")):
         path = folder / f"{name}.jinja" if name != ".." else folder
         with pytest.raises(InputError, match=rf"^data\.chat_template \(.*{sentence}"):
-            datasets(config_of(folder, {"chat_template": str(path)}))
+            open_datasets(config_of(folder, {"chat_template": str(path)}))
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(InputError, match="has no chat template"):
-        datasets(config_of(folder))
+        open_datasets(config_of(folder))
     with pytest.raises(InputError, match="template .*nowhere cannot be read"):
         find_chat_template(folder, folder / "nowhere")
 

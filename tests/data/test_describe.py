@@ -4,14 +4,14 @@ import json
 from types import SimpleNamespace
 
 from megajax.data.describe import SOURCES_SHOWN, describe_data
-from megajax.data.loader import datasets
+from megajax.data.loader import open_datasets
 from megajax.schema.batch_schedule import BatchSizes, Position
 
 DOCUMENTS = [[1] * 50] * 16 + [[2] * 10] * 4  # 840 tokens
 
 
 def lines_of(config):
-    return describe_data(config, datasets(config))
+    return describe_data(config, open_datasets(config))
 
 
 def test_a_split_file_is_described_with_the_epochs_that_the_run_reads(make_config, write_documents):
@@ -27,7 +27,7 @@ def test_a_split_file_is_described_with_the_epochs_that_the_run_reads(make_confi
         "test: 1 document, 10 tokens; not evaluated by the run",
     ]
     resumed = BatchSizes.of(config, Position(5, 10))  # 5 steps of 2 before the resume, 5 of 4 after it
-    assert "10 steps read 240 tokens, 0.3 epochs" in describe_data(config, datasets(config), resumed)[1]
+    assert "10 steps read 240 tokens, 0.3 epochs" in describe_data(config, open_datasets(config), resumed)[1]
     config.run.steps, config.run.eval_steps = 50_000, 0
     assert [line.split("; ")[1] for line in lines_of(config)[1:3]] == [
         "50,000 steps read 1,600,000 tokens, 2,000 epochs",

@@ -9,7 +9,7 @@ import pytest
 import megajax
 from megajax.config.checks import check
 from megajax.data.fim import Infilling, open_infilling, rearranged
-from megajax.data.loader import datasets, make_loader
+from megajax.data.loader import make_loader, open_datasets
 from megajax.errors import ConfigError, InputError
 
 PRE, MID, SUF, END = 900, 901, 902, 903
@@ -93,7 +93,7 @@ def config_of(tmp_path):
 
 def test_batches_are_a_function_of_seed_and_index(config_of):
     plain, filled = config_of(reset_attention=True), config_of(reset_attention=True, fim_rate=1.0, fim_spm_rate=0.0)
-    opened = datasets(filled)["train"]
+    opened = open_datasets(filled)["train"]
     loader, unfilled = (make_loader(config, split="train", rows=np.arange(4)) for config in (filled, plain))
     whole = [next(loader) for _ in range(6)]
     for step, (batch, other) in enumerate(zip(whole, unfilled, strict=False)):
@@ -127,7 +127,7 @@ def test_a_tokenizer_that_changed_under_its_path_is_read_again(config_of):
 @pytest.mark.smoke
 def test_settings_that_do_not_fit_are_sentences(config_of):
     with pytest.raises(InputError, match=r"data.fim_tokens.suffix=<SUF> \(default\) is no token of data.tokenizer="):
-        datasets(config_of(fim_rate=0.5, fim_tokens={"suffix": "<SUF>"}))
+        open_datasets(config_of(fim_rate=0.5, fim_tokens={"suffix": "<SUF>"}))
     with pytest.raises(InputError, match=r"data.end_of_document: .* has no token <eod>: name one"):
         open_infilling(config_of(fim_rate=0.5, end_of_document="<eod>"))
     with pytest.raises(ConfigError, match=r"data.fim_rate=0.5 .*needs data.tokenizer"):

@@ -27,7 +27,7 @@ from megajax.data.image_processing import (
     smart_size,
 )
 from megajax.data.inspect import write_pictures
-from megajax.data.loader import datasets, find_images, make_loader
+from megajax.data.loader import find_images, make_loader, open_datasets
 from megajax.data.pictures import PictureError, PictureFiles, decode, embedded
 from megajax.data.shards import Shard
 from megajax.errors import InputError
@@ -184,7 +184,7 @@ def test_patches_of_a_row_count_class_entries_and_other_towers_have_other_rows(
         tower = {"patches_per_row": 38, "class_token": class_token} | changes
         vision = config.model.vision.model_copy(update=tower)
         own = config.model_copy(update={"model": config.model.model_copy(update={"vision": vision})})
-        samples = datasets(own)["train"]
+        samples = open_datasets(own)["train"]
         assert isinstance(samples, ChatSamples)
         return [len(samples.pictures(i)) for i in range(len(samples))]
 
@@ -260,7 +260,7 @@ def test_pictures_are_named_in_other_forms_too(reference, tmp_path):
     inside = [{"bytes": embedded((tmp_path / name).read_bytes()), "path": "elsewhere.png"} for name in NAMES]
     records = [{"conversations": spoken, "images": NAMES}, {"messages": parts}, prompt, prompt | {"images": inside}]
     (tmp_path / "chat_template.jinja").write_text(template)
-    samples = datasets(config_of(tmp_path, "llava", write_lines(tmp_path, records), packing="none"))["train"]
+    samples = open_datasets(config_of(tmp_path, "llava", write_lines(tmp_path, records), packing="none"))["train"]
     rows = [samples[i][: int(samples.document_lengths(i)[0])] for i in range(4)]
     np.testing.assert_array_equal(rows[0], rows[1])
     np.testing.assert_array_equal(rows[2], rows[3])
@@ -283,7 +283,9 @@ def test_pictures_in_parquet_files_are_those_beside_the_file(reference, tmp_path
     batches = []
     for train in ("chats.parquet", "chats.jsonl"):
         config = config_of(tmp_path, "llava", train)
-        batches.append(next(make_loader(config, split="train", rows=np.arange(1), samples=datasets(config)["train"])))
+        batches.append(
+            next(make_loader(config, split="train", rows=np.arange(1), samples=open_datasets(config)["train"]))
+        )
     assert batches[0]["patches"].any()
     np.testing.assert_equal(*batches)
 
@@ -326,8 +328,8 @@ def test_shards_give_the_batches_of_lines_and_resume_exactly(reference, tmp_path
             np.testing.assert_array_equal(batch[name], values, err_msg=name)
         assert all((row >= 0).sum() <= 128 for row in batch["patch_segments"])
     assert any((batch["patch_segments"].max(axis=1) > 0).any() for batch in batches)  # several pictures in a row
-    assert write_pictures(configs[0], datasets(configs[0])["train"], 0, tmp_path / "shown")
-    [(sized, _), *_] = datasets(configs[0])["train"].pictures(0)
+    assert write_pictures(configs[0], open_datasets(configs[0])["train"], 0, tmp_path / "shown")
+    [(sized, _), *_] = open_datasets(configs[0])["train"].pictures(0)
     seen = np.asarray(Image.open(tmp_path / "shown/sample_0_picture_0.png"))  # only resized
     whole = Image.open(tmp_path / f"{Path(sized.picture.name).name.split('.')[0]}.png")
     resized = whole.resize((sized.columns * 4, sized.rows * 4), Image.Resampling.BICUBIC)
@@ -338,7 +340,7 @@ def test_shards_give_the_batches_of_lines_and_resume_exactly(reference, tmp_path
         np.testing.assert_array_equal(np.asarray(other.shown(*other.entries_of(sized))), np.asarray(resized))
     sizes, values = BatchSizes.constant(2), {"tokens_per_second_per_device": 256.0}  # as many as a batch has
     run = SimpleNamespace(config=configs[0], sizes=sizes)
-    Modalities(datasets(configs[0])["train"]).on_log(run, 3, values)  # type: ignore[arg-type]
+    Modalities(open_datasets(configs[0])["train"]).on_log(run, 3, values)  # type: ignore[arg-type]
     image = (batches[2]["image_index"] >= 0).sum()
     assert values["image_tokens_per_second_per_device"] == image
     assert values["text_tokens_per_second_per_device"] == batches[2]["is_real"].sum() - image
@@ -375,7 +377,7 @@ def test_a_conversation_is_cut_before_a_picture_that_does_not_fit(reference, tmp
         vision = config.model.vision.model_copy(update={"patches_per_row": patches})
         model = config.model.model_copy(update={"vision": vision})
         config = config.model_copy(update={"model": model})
-        samples = (opened := datasets(config))["train"]
+        samples = (opened := open_datasets(config))["train"]
         said = any(
             f"1 cut after {length + 1} tokens or before a picture" in each for each in describe_data(config, opened)
         )
@@ -403,7 +405,7 @@ def test_bad_pictures_are_named_and_counted(reference, tmp_path, monkeypatch):
     train = write_lines(tmp_path, records)
     config = config_of(tmp_path, "llava", train)
     with pytest.warns(UserWarning) as warned:
-        opened = datasets(config)
+        opened = open_datasets(config)
     [message] = [str(each.message) for each in warned if "bad pictures" in str(each.message)]
     for line, reason in enumerate(["does not exist", "damaged or incomplete", "no picture", "no picture", "pixels"], 2):
         name = f"{tmp_path / train}, line {line}, picture 1: {names[line - 1]} "
@@ -411,19 +413,19 @@ def test_bad_pictures_are_named_and_counted(reference, tmp_path, monkeypatch):
     assert "6 conversations with bad pictures left out" in message and "1 more" in message
     assert any("6 left out because of their pictures" in each for each in describe_data(config, opened))
     with pytest.warns(UserWarning, match="After correcting them, remove .*index_cache/") as again:
-        datasets(config)  # of the stored tokens
+        open_datasets(config)  # of the stored tokens
     assert str(again[0].message) == message
     (moved := tmp_path / "moved").mkdir()
     (moved / train).write_bytes((tmp_path / train).read_bytes())
     elsewhere = config.model_copy(update={"data": config.data.model_copy(update={"train": f"{moved}/{train}"})})
     with pytest.warns(UserWarning), pytest.raises(InputError, match="no conversation whose pictures can be used"):
-        datasets(elsewhere)  # beside that file are no pictures
+        open_datasets(elsewhere)  # beside that file are no pictures
     (tmp_path / "first.png").unlink()  # after its tokens were stored
     with pytest.raises(InputError, match="line 1: the picture first.png does not exist"):
         next(make_loader(config, split="train", rows=np.arange(1), samples=opened["train"]))
     write_lines(tmp_path, records[1:])
     with pytest.warns(UserWarning), pytest.raises(InputError, match="no conversation whose pictures can be used"):
-        datasets(config)
+        open_datasets(config)
     picture(9, 9).save(tmp_path / "first.png")
     write_lines(
         tmp_path,
@@ -435,10 +437,10 @@ def test_bad_pictures_are_named_and_counted(reference, tmp_path, monkeypatch):
     template = (tmp_path / "chat_template.jinja").read_text()
     (tmp_path / "chat_template.jinja").write_text(template.replace("in messages %}", "in messages[1:] %}"))
     with pytest.raises(InputError, match="line 1 has 2 pictures, but the chat template writes 0"):
-        datasets(config)
+        open_datasets(config)
     write_lines(tmp_path, [{"messages": [{"role": "user", "content": "<image>"}, answer], "images": NAMES}])
     with pytest.raises(InputError, match='line 1 has 2 "images", but positions in the messages for 1 of them'):
-        datasets(config)
+        open_datasets(config)
 
 
 def test_a_folder_for_pictures_that_cannot_be_made_is_found_before_the_data(tmp_path, capsys):

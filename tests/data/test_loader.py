@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megajax.data.loader import datasets, make_loader, open_split
+from megajax.data.loader import make_loader, open_datasets, open_split
 from megajax.data.samples import BlendedSamples
 from megajax.errors import InputError
 
@@ -33,7 +33,7 @@ def assert_equal(left, right):
 @pytest.mark.smoke
 def test_row_r_of_step_t_is_one_sample(make_config, write_documents):
     config = make_config(train=write_documents(DOCUMENTS))
-    samples = datasets(config)["train"]
+    samples = open_datasets(config)["train"]
     batches = take(make_loader(config, split="train", rows=np.arange(4), start_step=0), 3)
     for step, batch in enumerate(batches):
         for row in range(4):
@@ -109,14 +109,14 @@ def test_reading_goes_on_when_worker_processes_are_asked_to_stop(make_config, wr
 def test_evaluation_reads_from_sample_0_whatever_the_workers(make_config, write_documents):
     prefix = write_documents(DOCUMENTS)
     config = make_config(train=prefix, valid=prefix, workers=2)
-    samples = datasets(config)["valid"]
+    samples = open_datasets(config)["valid"]
     batch = take(make_loader(config, split="valid", rows=np.arange(4), samples=samples), 1)[0]
     assert batch["tokens"].tolist() == [samples[i][:-1].tolist() for i in range(4)]
 
 
 def test_splits_are_the_documents_in_their_shares(make_config, write_documents):
     config = make_config(train=write_documents(DOCUMENTS), split="90,10,0", sequence_length=7)
-    opened = datasets(config)
+    opened = open_datasets(config)
     assert set(opened) == {"train", "valid"}
     for samples, tokens in ((opened["train"], range(630)), (opened["valid"], range(630, 700))):
         seen = {token for i in range(len(tokens) // 7) for token in samples[i][:-1].tolist()}
@@ -126,7 +126,7 @@ def test_splits_are_the_documents_in_their_shares(make_config, write_documents):
 def test_separate_files_and_blends_are_opened(make_config, write_documents):
     train = [SimpleNamespace(prefix=write_documents(DOCUMENTS, "a"), weight=1.0)]
     train.append(SimpleNamespace(prefix=write_documents([[999] * 50], "b"), weight=3.0))
-    opened = datasets(make_config(train=train, test=write_documents([[5] * 9], "t")))
+    opened = open_datasets(make_config(train=train, test=write_documents([[5] * 9], "t")))
     assert set(opened) == {"train", "test"} and isinstance(opened["train"], BlendedSamples)
     assert sum(opened["train"][i][0] == 999 for i in range(40)) == 30
     assert set(opened["test"][3].tolist()) == {5}
@@ -135,7 +135,7 @@ def test_separate_files_and_blends_are_opened(make_config, write_documents):
 def test_synthetic_data_ignores_paths_and_stays_in_the_vocabulary(make_config):
     valid_sets = (SimpleNamespace(name="wiki", prefix="nowhere"),)
     config = make_config(kind="synthetic", train="nowhere", valid_sets=valid_sets, vocab_size=50)
-    opened = datasets(config)
+    opened = open_datasets(config)
     assert set(opened) == {"train", "valid", "test"}
     assert opened["train"][0].tolist() != opened["valid"][0].tolist()
     batch = take(make_loader(config, split="train", rows=np.arange(4)), 1)[0]
@@ -145,7 +145,7 @@ def test_synthetic_data_ignores_paths_and_stays_in_the_vocabulary(make_config):
 
 def sentence_of(config):
     with pytest.raises(InputError) as caught:
-        datasets(config)
+        open_datasets(config)
     return str(caught.value)
 
 
@@ -173,7 +173,7 @@ def test_a_vocabulary_larger_than_the_models_is_refused(make_config, write_docum
         f"{prefix}.bin holds token id 699, outside model.vocab_size=699 (run.yaml, line 16): set "
         "model.vocab_size=700 or larger, preferably the vocabulary size of the tokenizer that wrote the file."
     )
-    assert "train" in datasets(make_config(train=prefix, vocab_size=700, tokenizer="byte"))
+    assert "train" in open_datasets(make_config(train=prefix, vocab_size=700, tokenizer="byte"))
     negative = write_documents([[1, -1, 2] * 3], "negative", np.int32)
     assert sentence_of(make_config(train=negative)) == (
         f"{negative}.bin holds the negative token id -1: write the file again."
@@ -197,7 +197,7 @@ def test_a_share_without_documents_is_refused(make_config, write_documents):
 
 def test_data_of_less_than_a_sample_is_refused(make_config, write_documents):
     prefix, two, none = write_documents([[5] * 17] * 2), write_documents([[1, 2]], "two"), write_documents([], "none")
-    assert "train" in datasets(make_config(train=prefix, sequence_length=33))
+    assert "train" in open_datasets(make_config(train=prefix, sequence_length=33))
     assert sentence_of(make_config(train=prefix, sequence_length=34)) == (
         f"data.train (run.yaml, line 10): {prefix}.bin has 34 tokens for train, but a sample of "
         "batch.sequence_length=34 takes 35: set batch.sequence_length=33 or less, or give more text."
@@ -211,7 +211,7 @@ def test_data_of_less_than_a_sample_is_refused(make_config, write_documents):
 
 
 def test_a_split_file_is_opened_once(make_config, write_documents):
-    opened = datasets(make_config(train=write_documents(DOCUMENTS), split="8,1,1"))
+    opened = open_datasets(make_config(train=write_documents(DOCUMENTS), split="8,1,1"))
     assert len({id(vars(samples)["dataset"]) for samples in opened.values()}) == 1
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import megajax
 from megajax.config.checks import check
-from megajax.data.loader import datasets, make_loader
+from megajax.data.loader import make_loader, open_datasets
 from megajax.data.masking import Masking, open_masking
 from megajax.data.samples import Changes, Samples, make_batch
 from megajax.errors import ConfigError, InputError
@@ -109,7 +109,7 @@ def test_batches_hide_tokens_of_the_samples_and_their_targets_are_these(config_o
     """Documents and positions are those of the samples; any process and any start give the same rows."""
     packed = {"reset_attention": True, "reset_positions": True}
     config, plain = config_of(**packed, masking={"rate": 0.5}), config_of("next_token", **packed)
-    datasets(config)
+    open_datasets(config)
     loader, unmasked = (make_loader(each, split="train", rows=np.arange(4)) for each in (config, plain))
     masking = open_masking(config)
     assert masking is not None and (masking.mask_token, masking.vocab_size) == (100, 104)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megajax.data.blend import blend_indices, exhaustive_indices, normalise_weights
 from megajax.data.index_cache import cached
 from megajax.data.indexed import IndexedWriter
-from megajax.data.loader import datasets, make_loader, open_split
+from megajax.data.loader import make_loader, open_datasets, open_split
 from megajax.data.megatron_order import gpt_indices
 from megajax.data.samples import Packing, make_batch
 from megajax.errors import InputError
@@ -141,7 +141,7 @@ def test_samples_are_the_tokens_of_the_plain_order(tmp_path, make_megatron):
     prefix = written(tmp_path, "a", [np.concatenate(texts[:2]), *texts[2:]], [SIZES[:2], *([s] for s in SIZES[2:])])
     config = make_megatron(train=prefix, seed=1234, global_size=2, sequence_length=8)
     config.run.steps = 4
-    samples = datasets(config)["train"]
+    samples = open_datasets(config)["train"]
     documents, rows, shuffle = plain_gpt_indices(SIZES, 8, 8, 1234)
     stream = np.concatenate([texts[d] for d in documents])
     starts = [sum(SIZES[d] for d in documents[:place]) + token for place, token in rows]
@@ -157,7 +157,7 @@ def test_an_empty_sequence_is_no_document_of_a_sample(tmp_path, make_megatron):
     prefix = written(tmp_path, "a", [range(5), [], range(10, 15), []])
     config = make_megatron(train=prefix, seed=1234, global_size=1, sequence_length=7)
     config.run.steps = 3
-    samples = datasets(config)["train"]
+    samples = open_datasets(config)["train"]
     for sample, lengths in ((samples[i], samples.document_lengths(i)) for i in range(3)):
         changes = np.flatnonzero(np.diff(sample) != 1) + 1
         assert lengths.tolist() == np.diff([0, *changes, 8]).tolist()
@@ -173,7 +173,7 @@ def test_a_blend_of_splits_reads_the_samples_that_megatron_would(tmp_path, make_
     parts = tuple(type("Source", (), part) for part in parts)
     config = make_megatron(train=parts, split="90,10,0", global_size=4, sequence_length=8, seed=3)
     config.run.steps = 25
-    opened = datasets(config)
+    opened = open_datasets(config)
     weights = [0.5, 0.3, 0.2]
     for split, bounds, wanted in (("train", (0, round(0.9 * 21)), 100), ("valid", (round(0.9 * 21), 21), 7 * 2 * 4)):
         orders = []
@@ -235,14 +235,14 @@ def test_a_blend_without_weights_reads_each_sample_once(tmp_path, make_megatron)
     config = make_megatron(train=tuple(parts), global_size=1, sequence_length=4)
     for steps, limits in ((sum(counts), counts), (20, None)):
         config.run.steps = steps
-        samples = datasets(config)["train"]
+        samples = open_datasets(config)["train"]
         expected = [orders[d][k] for d, k in plain_blend(normalise_weights(counts), steps, limits)]
         assert [int(samples[i][0]) for i in range(steps)] == expected
     config.run.steps = sum(counts) + 1
     with pytest.raises(InputError, match=f"have {sum(counts)} samples, each .* the run reads {sum(counts) + 1}: give"):
-        datasets(config)
+        open_datasets(config)
     config.data.order = "shuffled"
-    np.testing.assert_allclose(datasets(config)["train"].weights, np.array([78, 16, 90]) / 184)
+    np.testing.assert_allclose(open_datasets(config)["train"].weights, np.array([78, 16, 90]) / 184)
 
 
 def test_the_rest_of_a_validation_set_is_a_padded_sample(tmp_path, make_megatron):
@@ -255,7 +255,7 @@ def test_the_rest_of_a_validation_set_is_a_padded_sample(tmp_path, make_megatron
     sets = (SimpleNamespace(name="same", prefix=prefix),)
     config = make_megatron(train=prefix, valid=prefix, valid_sets=sets, seed=seed, sequence_length=3, global_size=1)
     config.run.steps, config.run.eval_steps, config.data.drop_last_validation_sample = 1, 2, False
-    opened = datasets(config)
+    opened = open_datasets(config)
     assert len(opened["valid"]) == 3 and len(opened["train"]) == 2
     i = found.shuffle.tolist().index(2)
     assert opened["valid"][i].tolist() == opened["valid/same"][i].tolist() == [16, 17, 0, 0]
@@ -275,7 +275,7 @@ def test_a_validation_source_shorter_than_a_sample_is_padded_in_one_epoch(tmp_pa
     blend = tuple(SimpleNamespace(prefix=prefix, weight=None) for prefix in (long, short))
     config = make_megatron(train=long, valid=blend, sequence_length=8, global_size=1)
     config.data.drop_last_validation_sample = False
-    valid = datasets(config)["valid"]
+    valid = open_datasets(config)["valid"]
     assert sorted(valid[i].tolist() for i in range(len(valid))) == [
         [10, 11, 12, 13, 14, 0, 0, 0, 0],
         list(range(100, 109)),
@@ -283,9 +283,9 @@ def test_a_validation_source_shorter_than_a_sample_is_padded_in_one_epoch(tmp_pa
     ]
     config.data.valid = short
     with pytest.raises(InputError, match=r"has 5 tokens for valid.* pads the last sample only, after .* repeated"):
-        datasets(config)
+        open_datasets(config)
     config.run.eval_steps = "all"  # reads one epoch of one source too
-    valid = datasets(config)["valid"]
+    valid = open_datasets(config)["valid"]
     assert len(valid) == 1 and valid[0].tolist() == [10, 11, 12, 13, 14, 0, 0, 0, 0]
 
 
@@ -294,7 +294,7 @@ def test_documents_end_at_their_token(tmp_path, make_megatron):
     prefix = written(tmp_path, "eod", [[1, 2, 256, 3, 256], [256, 4, 5, 6], [7, 8, 9, 256]])
     config = make_megatron(train=prefix, tokenizer="byte", reset_attention=True, global_size=1, sequence_length=5)
     config.run.steps = 2
-    samples = datasets(config)["train"]
+    samples = open_datasets(config)["train"]
     for i in range(2):
         sample, lengths = samples[i].tolist(), samples.document_lengths(i).tolist()
         ends = np.cumsum(lengths).tolist()
@@ -304,28 +304,28 @@ def test_documents_end_at_their_token(tmp_path, make_megatron):
     assert open_split(config, "train").document_lengths(1).tolist() == lengths
     config.data.reset_attention, config.data.fim_rate, config.data.tokenizer = True, 0.0, None
     with pytest.raises(InputError, match="finds the ends of documents by their token.*set data.tokenizer"):
-        datasets(config)
+        open_datasets(config)
 
 
 def test_an_index_is_built_once_and_mistakes_are_sentences(tmp_path, make_megatron):
     prefix = written(tmp_path, "a", [[1] * 20, [2] * 30])
     config = make_megatron(train=prefix, global_size=1, sequence_length=8, index_cache=str(tmp_path / "cache"))
-    expected = datasets(config)["train"][0]
+    expected = open_datasets(config)["train"][0]
     folder = next(path for path in (tmp_path / "cache").iterdir() if path.is_dir())
     assert {path.name for path in folder.iterdir()} == {"documents.npy", "rows.npy", "shuffle.npy", "key.json"}
     shuffle = np.load(folder / "shuffle.npy")
     np.save(folder / "shuffle.npy", np.roll(shuffle, 1))  # read, and not built again
-    np.testing.assert_array_equal(datasets(config)["train"][1], expected)
+    np.testing.assert_array_equal(open_datasets(config)["train"][1], expected)
     (folder / "rows.npy").write_bytes(b"damaged")
     with pytest.raises(InputError, match="cannot be written or read .*free space there, remove it, or set data.index"):
-        datasets(config)
+        open_datasets(config)
     (tmp_path / "file").touch()
     config.data.index_cache = str(tmp_path / "file" / "cache")
     with pytest.raises(InputError, match="data.train .*Not a directory.*set data.index_cache to another directory"):
-        datasets(config)
+        open_datasets(config)
     config = make_megatron(train=prefix, global_size=1, sequence_length=50, index_cache=str(tmp_path / "cache"))
     with pytest.raises(InputError, match=r"has 50 tokens for train, but a sample of batch.sequence_length=50"):
-        datasets(config)
+        open_datasets(config)
 
 
 def test_a_build_that_fails_leaves_nothing_that_loads(tmp_path):

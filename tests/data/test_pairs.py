@@ -15,7 +15,7 @@ import megajax
 from megajax import evaluate
 from megajax.config.checks import check
 from megajax.config.extensions import import_extensions
-from megajax.data.loader import datasets
+from megajax.data.loader import open_datasets
 from megajax.errors import ConfigError, InputError
 from megajax.schema.batch_schedule import Position
 from megajax.training.agreement import check_order
@@ -105,7 +105,7 @@ def rows(samples, indices):
     ids="text|common text|empty prompt|prompt|prompt again|common messages|turns|one begins the other|equal".split("|"),
 )
 def test_a_line_is_two_rows_with_the_loss_on_the_answers(tmp_path, line, chosen, rejected):
-    assert rows(datasets(config_of(tmp_path, [line]))["train"], range(2)) == [chosen, rejected]
+    assert rows(open_datasets(config_of(tmp_path, [line]))["train"], range(2)) == [chosen, rejected]
 
 
 def pair(name, chosen=1, rejected=1):
@@ -116,7 +116,7 @@ def test_rows_of_a_pair_are_neighbours_in_every_order(tmp_path):
     lines = [pair(name) for name in "abcdefgh"]
     orders = set()
     for order in ("shuffled", "sequential"):
-        samples = datasets(config_of(tmp_path, lines, {"order": order}))["train"]
+        samples = open_datasets(config_of(tmp_path, lines, {"order": order}))["train"]
         epochs = [rows(samples, range(16 * k, 16 * k + 16)) for k in range(2)]
         for epoch in epochs:
             names = [text[0] for text, _ in epoch[::2]]
@@ -128,7 +128,7 @@ def test_rows_of_a_pair_are_neighbours_in_every_order(tmp_path):
     # A whole evaluation reads each pair of all files once, and rows without a token that counts after them.
     both = {"valid_sets": [{"name": "held_out", "prefix": str(tmp_path / "pairs.jsonl")}]}
     config = config_of(tmp_path, lines[:3], both, run={"steps": 1, "dir": str(tmp_path / "run"), "eval_steps": "all"})
-    whole = datasets(config)["valid/held_out"]
+    whole = open_datasets(config)["valid/held_out"]
     assert [text for text, _ in rows(whole, range(6))] == [f"{name}{sign}$" for name in "abc" for sign in "+-"]
     assert not whole.counted(6).any() and not whole.counted(7).any()
     assert len(whole.first(4)) == 4 and whole.first(4).counted(3).any() and not whole.first(4).counted(4).any()
@@ -138,7 +138,7 @@ def test_rows_of_a_pair_are_neighbours_in_every_order(tmp_path):
 def test_a_pair_is_left_out_as_a_whole(tmp_path, too_long, kept):
     # b's prompt fills a row, so that nothing of its answers counts; c's rejected answer is cut.
     lines = [pair("a"), pair("b" * 40), pair("c", rejected=40), pair("d")]
-    samples = datasets(config_of(tmp_path, lines, {"too_long": too_long, "order": "sequential"}))["train"]
+    samples = open_datasets(config_of(tmp_path, lines, {"too_long": too_long, "order": "sequential"}))["train"]
     found = rows(samples, range(len(samples)))
     assert [text[0] for text, _ in found] == [name for name in kept for _ in range(2)]
     assert all(("+" in text) == (i % 2 == 0) for i, (text, _) in enumerate(found))
@@ -181,7 +181,7 @@ def test_a_pair_is_left_out_as_a_whole(tmp_path, too_long, kept):
 def test_a_line_that_is_no_pair_is_named(tmp_path, line, words):
     config = config_of(tmp_path, [pair("a"), line, pair("b")])
     with pytest.raises(InputError) as error:
-        datasets(config)
+        open_datasets(config)
     for word in ("pairs.jsonl, line 2", *words):
         assert word in str(error.value)
 
@@ -204,7 +204,7 @@ def test_what_does_not_keep_pairs_together_is_refused(tmp_path):
     config = config_of(tmp_path, [pair("a")])
     two = config_of(tmp_path, [pair("a")], {"train": [config.data.train, config.data.train]})
     with pytest.raises(InputError, match="data.train.*2 sources.*data.packing=pairs.*glob"):
-        datasets(two)
+        open_datasets(two)
     # A run of other rows, with checkpoint.allow_changes
     with pytest.raises(InputError, match="data.packing=pairs.*step 1 was saved after 3 samples.*checkpoint.init_from"):
         check_order(config, Position(1, 3), None, "step 1")

@@ -17,7 +17,7 @@ import megajax
 from megajax.data import pictures
 from megajax.data.image_processing import ImageProcessor, read_processor
 from megajax.data.images import Images, ImageText, SizedPicture, image_text
-from megajax.data.loader import datasets
+from megajax.data.loader import open_datasets
 from megajax.data.pictures import MOST_BYTES, Picture, PictureError, PictureFiles, decode
 from megajax.data.shards import Shard
 from megajax.data.tokenizers import load_tokenizer
@@ -240,7 +240,7 @@ def test_shards_that_cannot_be_read_are_sentences(tmp_path):
         }
     )
     with pytest.raises(InputError, match="a.tar is a shard of pictures, but the model reads text only: set model.vis"):
-        datasets(config)
+        open_datasets(config)
 
 
 @pytest.mark.parametrize("named", [True, False])

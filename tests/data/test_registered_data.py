@@ -8,7 +8,7 @@ import pytest
 
 from megajax.config import load_config, register_data
 from megajax.config.extensions import import_extensions
-from megajax.data.loader import datasets, make_loader
+from megajax.data.loader import make_loader, open_datasets
 from megajax.data.registered import RegisteredDataset
 from megajax.errors import ConfigError, InputError
 from megajax.options.data_kinds import KINDS
@@ -56,7 +56,7 @@ def test_batches_are_those_of_token_files(make_config, flat, tmp_path, workers):
         blend = ({"prefix": source, "weight": weight} for weight in (0.7, 0.3))
         config = make_config(kind=kind, train=tuple(DataSource(**each) for each in blend), split="70,30,0", **how)
         config.run.extensions = (extension,)
-        opened = datasets(config)
+        opened = open_datasets(config)
         config.run.extensions = (str(notes),)
         loader = make_loader(config, split="train", rows=np.arange(4), start_step=3, samples=opened["train"])
         batches.append([next(loader) for _ in range(7)])

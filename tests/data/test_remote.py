@@ -22,7 +22,7 @@ from megajax.data import contents, remote
 from megajax.data.contents import data_contents
 from megajax.data.indexed import IndexedDataset, IndexedWriter
 from megajax.data.inspect import main as inspect_main
-from megajax.data.loader import datasets, make_loader, open_split
+from megajax.data.loader import make_loader, open_datasets, open_split
 from megajax.data.preprocess import preprocess
 from megajax.data.remote import RemoteFile
 from megajax.errors import InputError
@@ -91,7 +91,7 @@ def test_samples_are_those_of_local_files(upload, make_remote, order):
         config = make_remote(train=blend, order=order, split="80,20,0")
         loader = make_loader(config, split="train", rows=np.arange(4), start_step=2)
         batches.append([batch["tokens"].tolist() for batch in islice(loader, 8)])
-        batches[-1].append(datasets(config)["valid"][1].tolist())
+        batches[-1].append(open_datasets(config)["valid"][1].tolist())
         loader.close()
     assert batches[0] == batches[1]
 

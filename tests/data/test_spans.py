@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import megajax
-from megajax.data.loader import datasets, make_loader
+from megajax.data.loader import make_loader, open_datasets
 from megajax.data.spans import open_spans
 from megajax.errors import ConfigError, InputError
 from megajax.schema.spans import span_lengths
@@ -84,7 +84,7 @@ def config_of(tmp_path):
 
 def test_batches_are_corrupted_text_as_a_function_of_seed_and_index(config_of):
     config = config_of()
-    samples, loader = datasets(config)["train"], make_loader(config, split="train", rows=np.arange(4))
+    samples, loader = open_datasets(config)["train"], make_loader(config, split="train", rows=np.arange(4))
     tokens, noise, spans, _, _ = span_lengths(32, 0.15, 3.0)
     whole = [next(loader) for _ in range(5)]
     for step, batch in enumerate(whole):
@@ -101,7 +101,7 @@ def test_batches_are_corrupted_text_as_a_function_of_seed_and_index(config_of):
     np.testing.assert_array_equal(next(resumed)["targets"], whole[4]["targets"][2:3])
     ends = [samples[i][0] for i in range(3)] + [samples[i][tokens - 1] for i in range(3)]
     assert len(ends) == 6  # samples have no token in common: each has the length of the step to the next
-    sequential = datasets(config_of(order="sequential"))["train"]
+    sequential = open_datasets(config_of(order="sequential"))["train"]
     assert sequential[1][0] == sequential[0][tokens]
 
 
@@ -116,7 +116,7 @@ UL2 = [
 
 def test_a_mixture_gives_each_sample_one_denoiser_as_a_function_of_seed_and_index(config_of):
     config = config_of(batch={"sequence_length": 40}, denoisers=UL2)
-    samples, loader = datasets(config)["train"], make_loader(config, split="train", rows=np.arange(4))
+    samples, loader = open_datasets(config)["train"], make_loader(config, split="train", rows=np.arange(4))
     assert config.sample_length == 45  # that of half of the tokens in spans of three: 45 - 22 + 7 + 1 = 31
     seen = [0] * 4
     for step in range(40):
@@ -163,16 +163,16 @@ def test_settings_that_do_not_fit_are_sentences(config_of, tmp_path):
         ({"batch": {"sequence_length": 200}, "mean_span_length": 1.0, "noise_density": 0.4}, "has no <extra_id_10>"),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            datasets(config_of(**data))
+            open_datasets(config_of(**data))
     long = {"kind": "layers", "num_layers": 1, "sequence_length": 1000}
     with pytest.raises((ConfigError, InputError), match="takes 1110|has no <extra_id_10>"):
-        datasets(config_of({"encoder": long}, {"sequence_length": 400}))
+        open_datasets(config_of({"encoder": long}, {"sequence_length": 400}))
     least = {"train": str(tmp_path / "few.jsonl"), "noise_density": 0.15, "mean_span_length": 3.0}
     for numbers, is_enough in ((33, True), (32, False)):  # and the end of the document: 34 tokens become 32 inputs
         (tmp_path / "few.jsonl").write_text(json.dumps({"text": " ".join(map(str, range(2, 2 + numbers)))}))
         if is_enough:
-            assert datasets(config_of(**least))["train"].num_tokens == 34
+            assert open_datasets(config_of(**least))["train"].num_tokens == 34
         else:
             sentence = "has 33 tokens for train, but .* spans takes 34: shorten model.encoder.sequence_length, or give"
             with pytest.raises(InputError, match=sentence):
-                datasets(config_of(**least))
+                open_datasets(config_of(**least))

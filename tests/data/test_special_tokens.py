@@ -18,7 +18,7 @@ from megajax.data.byte_pairs import add_missing
 from megajax.data.chat_template import find_chat_template
 from megajax.data.fim import open_infilling
 from megajax.data.indexed import IndexedDataset
-from megajax.data.loader import datasets
+from megajax.data.loader import open_datasets
 from megajax.data.preprocess import preprocess
 from megajax.data.special_tokens import (
     FolderTokens,
@@ -79,26 +79,26 @@ def test_documents_end_as_transformers_says(family):
     assert (tokenizer.end_of_document, tokenizer.begin_of_text) == (expected["end"], expected["begin"])
     whole = [*expected["plain"], expected["end"]]
     config = config_of(folder, [{"text": TEXT}], kind="text")
-    text = datasets(config)["train"].dataset.tokens[:]
+    text = open_datasets(config)["train"].dataset.tokens[:]
     files = [str(folder.parent / "data.jsonl")], str(folder.parent / "p"), str(folder)
     prefix, *_ = preprocess(*files, append_eod=True)
     assert text.tolist() == IndexedDataset(prefix).document(0).tolist() == whole
     if expected["begin"] is not None:
         begun = [expected["begin"], *whole]
         config = config_of(folder, [{"text": TEXT}], kind="text", begin_of_document=True)
-        assert datasets(config)["train"].dataset.tokens[:].tolist() == begun
+        assert open_datasets(config)["train"].dataset.tokens[:].tolist() == begun
         preprocess(*files, append_eod=True, prepend_bos=True)
         assert IndexedDataset(prefix).document(0).tolist() == begun
         assert first_token(config.data, tokenizer, from_folder=False) == expected["begin"]
     else:
         with pytest.raises(InputError, match="data.begin_of_document: .* has no token that begins a text"):
-            datasets(config_of(folder, [{"text": TEXT}], kind="text", begin_of_document=True))
+            open_datasets(config_of(folder, [{"text": TEXT}], kind="text", begin_of_document=True))
 
     # Files of Megatron's order are cut at it, and it stays the last one where the middle of a document is moved.
     files = {"kind": "indexed", "train": prefix, "reset_attention": True}
     names = dict(zip(("prefix", "middle", "suffix"), "abc", strict=True))
     config = config_of(folder, [], **files | {"order": "megatron", "fim_rate": 0.5, "fim_tokens": names})
-    assert datasets(config)["train"].end_of_document == open_infilling(config).end == expected["end"]
+    assert open_datasets(config)["train"].end_of_document == open_infilling(config).end == expected["end"]
 
 
 @pytest.mark.smoke
@@ -107,7 +107,7 @@ def test_prompts_and_completions_begin_as_prompts_and_end_as_answers(family):
     folder, expected = family
     begins = expected["prompt"][0] == expected["begin"] and expected["prompt"] != expected["plain"]
     config = config_of(folder, [{"prompt": TEXT, "completion": COMPLETION}], kind="chat", length=80)
-    tokenizer, samples = load_tokenizer(str(folder)), datasets(config)["train"]
+    tokenizer, samples = load_tokenizer(str(folder)), open_datasets(config)["train"]
     whole = [*expected["completed"], expected["end"]]
     assert samples[0][: len(whole)].tolist() == whole
     uncounted = len(tokenizer.encode(TEXT)) + begins
@@ -123,7 +123,7 @@ def test_prompts_and_completions_begin_as_prompts_and_end_as_answers(family):
     first, last = (text["content"] if isinstance(text, dict) else text for text in texts)
     line = {"prompt": first * begins + TEXT, "completion": COMPLETION + last}
     config = config_of(folder, [line], kind="chat", length=80)
-    found = datasets(config)["train"]
+    found = open_datasets(config)["train"]
     assert (found[0] == expected["end"]).sum() == whole.count(expected["end"]) and found[0][0] == whole[0]
 
 
@@ -138,7 +138,7 @@ def test_chats_have_the_tokens_of_transformers_and_stop_at_their_template_s_end(
     assert stops[0] == expected["end"] and set(stops) == {expected["end"], *stored, ended} - {None}
     if "chat" in expected:
         config = config_of(folder, [{"messages": CHAT}], kind="chat", length=120)
-        samples = datasets(config)["train"]
+        samples = open_datasets(config)["train"]
         assert samples[0][: len(expected["chat"])].tolist() == expected["chat"]
         assert ended in samples[0][samples.counted(0)]
         rendered = find_chat_template(folder).render(CHAT)
@@ -183,9 +183,9 @@ def test_a_setting_wins_over_the_folder(tmp_path):
     write_family("qwen3", folder, MODEL)
     lines = [{"prompt": "a", "completion": "b", "text": "ab"}]
     config = config_of(folder, lines, kind="chat", end_of_document="<|endoftext|>")
-    assert datasets(config)["train"][0][:3].tolist() == [64, 65, 257]
+    assert open_datasets(config)["train"][0][:3].tolist() == [64, 65, 257]
     config = config_of(folder, lines, kind="text", end_of_document="<|endoftext|>", length=2)
-    assert datasets(config)["train"].dataset.tokens[:].tolist() == [64, 65, 257]
+    assert open_datasets(config)["train"].dataset.tokens[:].tolist() == [64, 65, 257]
     # Files that end with another special token than the one they are cut at are an error, not one long document.
     name, texts = "<|endoftext|>", [config.data.train] * 2
     prefix, *_ = preprocess(texts, str(tmp_path / "p"), str(folder), eod_token=name)
@@ -194,8 +194,8 @@ def test_a_setting_wins_over_the_folder(tmp_path):
     cure = r"p_text_document.bin end with <\|endoftext\|> .*: set data.end_of_document=<\|endoftext\|>"
     for train in (prefix, [{"prefix": prefix}, {"prefix": own}], [{"prefix": own}, {"prefix": prefix}]):
         with pytest.raises(InputError, match=cure):
-            datasets(config_of(folder, [], length=2, **files | {"train": train}))
-    assert datasets(config_of(folder, [], length=2, **files, end_of_document=name))["train"].end_of_document == 257
+            open_datasets(config_of(folder, [], length=2, **files | {"train": train}))
+    assert open_datasets(config_of(folder, [], length=2, **files, end_of_document=name))["train"].end_of_document == 257
 
 
 def test_without_a_tokenizer_config_known_names_end_a_text(tmp_path):
@@ -296,7 +296,7 @@ def test_data_of_a_base_model_need_no_template(tmp_path):
     (folder / "tokenizer_config.json").write_text(json.dumps(names | {"eos_token": "<|endoftext|>"}))
     (folder / "generation_config.json").unlink()
     config = config_of(folder, [{"prompt": "a", "completion": "b"}], kind="chat")
-    assert datasets(config)["train"][0][:3].tolist() == [64, 65, 257]
+    assert open_datasets(config)["train"][0][:3].tolist() == [64, 65, 257]
     tokenizer = load_tokenizer(str(folder))
     assert stop_tokens(folder, tokenizer, 257, {}) == (257,)
     (folder / "chat_template.jinja").write_text(CHATML)

@@ -8,7 +8,7 @@ import pytest
 
 from megajax.config.load import load_config
 from megajax.data.describe import SOURCES_SHOWN, describe_data
-from megajax.data.loader import datasets, make_loader
+from megajax.data.loader import make_loader, open_datasets
 from megajax.data.samples import BlendedSamples, StagedSamples
 from megajax.data.synthetic import SyntheticSamples
 from megajax.errors import ConfigError, InputError
@@ -76,7 +76,7 @@ def test_batches_change_at_the_step_and_resume_in_each_stage(staged):
 def test_the_summary_has_the_stages_and_the_shares_of_the_whole_run(staged):
     web, code = (part.prefix for part in staged.data.train)
     maths = staged.data.stages[0].train[1].prefix
-    lines = describe_data(staged, datasets(staged))
+    lines = describe_data(staged, open_datasets(staged))
     assert lines[1:3] == [f"stage from step 3: 25.0% {web}, 75.0% {maths}", f"stage from step 6: 100.0% {code}"]
     assert [line.split(":")[0].strip() for line in lines[4:]] == [f"22.5% {web}", f"55.0% {code}", f"22.5% {maths}"]
     many = [SimpleNamespace(prefix=f"p{i}", weight=1.0) for i in range(SOURCES_SHOWN + 5)]
@@ -87,14 +87,14 @@ def test_the_summary_has_the_stages_and_the_shares_of_the_whole_run(staged):
 
 def test_the_other_splits_have_no_stages(staged):
     staged.data.valid = staged.data.train
-    valid = datasets(staged)["valid"]
+    valid = open_datasets(staged)["valid"]
     assert {int(token) for i in range(20) for token in valid[i]} == {1, 2}, "not 3, of maths"
 
 
 def test_a_missing_file_of_a_stage_is_named(staged):
     staged.data.stages[1].train = "no/where"
     with pytest.raises(InputError, match=r"^data.stages.1.train \(run.yaml, line 19\): no/where.idx does not exist"):
-        datasets(staged)
+        open_datasets(staged)
 
 
 @pytest.mark.parametrize(

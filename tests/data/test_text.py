@@ -25,7 +25,7 @@ from megajax.config.checks import check
 from megajax.data import index, index_cache, inspect, text
 from megajax.data.describe import describe_data
 from megajax.data.json_lines import LineBlock, TextPosition
-from megajax.data.loader import datasets, make_loader
+from megajax.data.loader import make_loader, open_datasets
 from megajax.data.preprocess import preprocess
 from megajax.data.text import JoinedTokens
 from megajax.errors import ConfigError, InputError
@@ -77,10 +77,10 @@ def encoded_files(monkeypatch) -> list[str]:
 def test_samples_are_those_of_preprocessed_files_at_any_step_and_in_any_process(tmp_path, shards, order, encoded_files):
     prefix, _, _ = preprocess(shards, str(tmp_path / "p"), "byte", append_eod=True, json_key="body")
     data = {"order": order, "split": "70,30,0", "reset_attention": True, "mask_end_of_document_loss": True}
-    expected = datasets(config_of(tmp_path, data | {"kind": "indexed", "train": prefix, "text_key": "text"}))
+    expected = open_datasets(config_of(tmp_path, data | {"kind": "indexed", "train": prefix, "text_key": "text"}))
     encoded_files.clear()
     config = config_of(tmp_path, data)
-    found = datasets(config)
+    found = open_datasets(config)
     assert encoded_files == ["shard-0", "shard-1", "shard-3", "shard-4"]  # once for both splits
     copy = pickle.loads(pickle.dumps(found["train"]))  # of a reader process
     for i in range(300):  # some epochs
@@ -94,18 +94,18 @@ def test_samples_are_those_of_preprocessed_files_at_any_step_and_in_any_process(
     for batch in whole[13:]:
         other = next(resumed)
         assert all((other[name] == batch[name][[3, 1]]).all() for name in batch)
-    datasets(config)
+    open_datasets(config)
     assert len(encoded_files) == 4
 
 
 def test_only_new_files_are_tokenised(tmp_path, shards, encoded_files):
     train = [{"prefix": shards[1], "weight": 1}, {"prefix": shards[3], "weight": 1}]
-    datasets(config_of(tmp_path, {"train": train}))
+    open_datasets(config_of(tmp_path, {"train": train}))
     assert encoded_files == ["shard-1", "shard-3"]
-    datasets(config_of(tmp_path))
+    open_datasets(config_of(tmp_path))
     assert encoded_files[2:] == ["shard-0", "shard-4"]
     (tmp_path / "shard-0").write_text('{"body": "another text, long enough"}')
-    datasets(config_of(tmp_path))
+    open_datasets(config_of(tmp_path))
     assert encoded_files[4:] == ["shard-0"]
     assert all(path.is_dir() and "partial" not in path.name for path in (tmp_path / "run/index_cache").iterdir())
 
@@ -113,7 +113,7 @@ def test_only_new_files_are_tokenised(tmp_path, shards, encoded_files):
 def test_processes_share_the_files(tmp_path, shards, encoded_files, monkeypatch):
     """This one leaves the file that another one is at, waits for it, and does it if the other one stops."""
     config, waiting = config_of(tmp_path, {"order": "sequential"}), []
-    datasets(config_of(tmp_path, run={"dir": str(tmp_path / "before"), "steps": 20, "eval_steps": 1}))
+    open_datasets(config_of(tmp_path, run={"dir": str(tmp_path / "before"), "steps": 20, "eval_steps": 1}))
     keys = [json.loads(path.read_text()) for path in tmp_path.glob("before/index_cache/*/key.json")]
     [key] = [key for key in keys if key["size"] == os.path.getsize(shards[1])]
     encoded_files.clear()
@@ -129,7 +129,7 @@ def test_processes_share_the_files(tmp_path, shards, encoded_files, monkeypatch)
 
     real = fcntl.flock
     monkeypatch.setattr(fcntl, "flock", flock)
-    samples = datasets(config)["train"]
+    samples = open_datasets(config)["train"]
     assert waiting == [["shard-0", "shard-3", "shard-4"]] and encoded_files[3:] == ["shard-1"]
     stream = b"".join(one.encode() + b"\xff" for one in TEXTS if one)
     tokens = np.concatenate([samples[i][:-1] for i in range(40)])
@@ -141,12 +141,12 @@ def test_an_error_while_text_is_tokenised_is_not_one_of_the_cache(tmp_path, shar
     for error in (OSError(5, "Input/output error"), ValueError("a tokenizer's own")):
         monkeypatch.setattr(text.TextEncoder, "__call__", Mock(side_effect=error))
         with pytest.raises(type(error)) as caught:
-            datasets(config)
+            open_datasets(config)
         assert caught.value is error and not list(tmp_path.rglob("*partial*"))
     monkeypatch.undo()
     monkeypatch.setattr(Path, "rename", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(InputError, match=r"the stored data .* cannot be written or read .No space left on device"):
-        datasets(config)
+        open_datasets(config)
 
 
 KILLED = """
@@ -178,12 +178,14 @@ def test_bad_lines_are_left_out_and_the_summary_and_the_commands_say_so(tmp_path
     (tmp_path / "shard-1").write_text('{"body": "another text of some length"}\n{\n')
     config = config_of(tmp_path)
     with pytest.warns(UserWarning, match=r"shard-0: 2 bad lines left out.\n.*line 2 has no key .*data.text_key"):
-        opened = datasets(config)
+        opened = open_datasets(config)
     lines = describe_data(config, opened)
     assert lines[0] == f"{tmp_path}/shard-*, shuffled, tokenizer byte"
     assert lines[1].startswith("train: 3 documents, 56 tokens (3 bad lines of the text left out), 3 samples per epoch;")
     blend = config_of(tmp_path, {"train": f"1 {tmp_path}/shard-0 1 {tmp_path}/shard-1"})
-    assert "56 tokens (3 bad lines of the text left out) in 2 data sets" in describe_data(blend, datasets(blend))[1]
+    assert (
+        "56 tokens (3 bad lines of the text left out) in 2 data sets" in describe_data(blend, open_datasets(blend))[1]
+    )
     (tmp_path / "run.yaml").write_text(config.to_yaml())
     assert index.main([str(tmp_path / "run.yaml")]) == 0 and inspect.main([str(tmp_path / "run.yaml")]) == 0
     printed = capsys.readouterr().out
@@ -232,7 +234,7 @@ def test_files_that_cannot_be_read_are_sentences_and_leave_nothing(tmp_path, nam
         with writer(str(tmp_path / file), table.schema) as arrow:
             arrow.write_table(table)
     with pytest.raises(InputError, match=MISTAKES[name]):
-        datasets(config_of(tmp_path, {"train": str(tmp_path / name)}))
+        open_datasets(config_of(tmp_path, {"train": str(tmp_path / name)}))
     assert not list(tmp_path.rglob("*partial*"))
 
 
@@ -260,11 +262,11 @@ def test_settings_that_do_not_fit_are_sentences(tmp_path):
         with pytest.raises(ConfigError, match=sentence):
             check(config_of(tmp_path, dict([data])))
     with pytest.raises(InputError, match="data.tokenizer=null:300 has 301 tokens, more than model.vocab_size=257"):
-        datasets(config_of(tmp_path, {"tokenizer": "null:300"}))
+        open_datasets(config_of(tmp_path, {"tokenizer": "null:300"}))
     model = {"type": "WordLevel", "vocab": {"?": 0, "<stop>": 1}, "unk_token": "?"}
     (tmp_path / "t.json").write_text(json.dumps({"version": "1.0", "model": model}))
     with pytest.raises(InputError, match="no end-of-document token .*: name its token with data.end_of_document"):
-        datasets(config_of(tmp_path, {"tokenizer": str(tmp_path / "t.json")}))
+        open_datasets(config_of(tmp_path, {"tokenizer": str(tmp_path / "t.json")}))
     config = config_of(tmp_path, {"tokenizer": str(tmp_path / "t.json"), "end_of_document": "<stop>"})
     config = config.model_copy(update={"batch": config.batch.model_copy(update={"sequence_length": 1})})
-    assert datasets(config)["train"][0].tolist() in ([0, 1], [1, 0])
+    assert open_datasets(config)["train"][0].tolist() in ([0, 1], [1, 0])

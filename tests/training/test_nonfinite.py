@@ -26,9 +26,9 @@ def build(config, devices=1):
 
 
 def good_batch(program):
-    from megajax.data.loader import datasets
+    from megajax.data.loader import open_datasets
 
-    return next(batches(program, "train", datasets(program.config)["train"]))
+    return next(batches(program, "train", open_datasets(program.config)["train"]))
 
 
 def poisoned(batch, value=np.nan):

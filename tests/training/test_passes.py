@@ -14,7 +14,7 @@ from megajax.config.load import with_steps
 from megajax.data.describe import describe_data
 from megajax.data.epochs import resolve_epochs
 from megajax.data.indexed import IndexedDataset, IndexedWriter
-from megajax.data.loader import datasets
+from megajax.data.loader import open_datasets
 from megajax.errors import ConfigError, InputError
 from megajax.files import CONFIG
 from megajax.training.loop import Trainer
@@ -40,7 +40,7 @@ def with_epochs(make_config):
 
 
 def steps_of(config) -> int:
-    return resolve_epochs(config, datasets(config)["train"]).run.steps
+    return resolve_epochs(config, open_datasets(config)["train"]).run.steps
 
 
 def test_a_run_of_epochs_is_the_run_of_their_steps_bit_for_bit_and_is_resumed_and_prolonged(

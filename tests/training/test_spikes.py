@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from megajax.data.loader import datasets
+from megajax.data.loader import open_datasets
 from megajax.mesh import build_mesh
 from megajax.schema.batch_schedule import BatchSizes, Position
 from megajax.training.batches import batches
@@ -164,7 +164,7 @@ def no_number(batch):
 def by_hand(config, order):
     """(loss, norm) of plain steps on the batches `order`, numbers of steps from 0."""
     program = TrainProgram.build(config, build_mesh({}, jax.devices()[:1]))
-    source = datasets(config)["train"]
+    source = open_datasets(config)["train"]
     state, curve = program.init_state(), []
     for index in order:
         state, found = program.train_step(state, next(batches(program, "train", source, index)))
