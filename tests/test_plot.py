@@ -117,6 +117,24 @@ def test_curves_that_coincide_have_their_differences_beneath():
     np.testing.assert_allclose(points(difference), [[[1, -0.01], [2, -0.01], [3, -0.005]]])
 
 
+def test_a_metric_has_a_panel_and_one_that_cannot_be_drawn_is_refused(make_run, error_of, capsys):
+    logged = [{"step": 1, "loss": 4.0, "accuracy": 0.5, "expert_load": [1.0, 2.0]}, {"step": 1, "eval_accuracy": 0.25}]
+    losses, *panels = plot.draw({"run": logged}, metrics=["eval_accuracy", "accuracy"]).axes
+    assert [(panel.get_ylabel(), *points(panel)) for panel in panels] == [
+        ("eval_accuracy", [[1, 0.25]]),
+        ("accuracy", [[1, 0.5]]),
+    ]
+    assert [panel.lines[0].get_marker() for panel in panels] == ["o", "None"]  # an evaluation is a dot
+    run = make_run(records=logged)
+    assert plot.main([str(run), "--metric", "accuracy", "--metric", "eval_accuracy"]) == 0
+    capsys.readouterr()
+    known = "accuracy, eval_accuracy, loss, step."
+    assert f"--metric=acuracy is in no line of these runs: choose among {known}" in error_of(run, "--metric", "acuracy")
+    assert f"--metric=expert_load has several numbers at each step: choose among {known}" in error_of(
+        run, "--metric", "expert_load"
+    )
+
+
 def test_smoothing_is_a_mean_over_logged_steps_without_a_bias_at_the_start():
     values = np.array([4.0, 2.0, 6.0])
     assert plot.smoothed(values, 3).tolist() == [3, 4, 4]

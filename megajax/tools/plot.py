@@ -1,8 +1,9 @@
 """Curves of runs, as PNG and SVG: `megajax plot RUN [RUN ...]`.
 
 Each run has one colour in all panels. The first panel has the training loss as a line and the evaluation loss as dots.
-The panels below have the load of experts, the learning rate and the gradient norm, and, if the losses of all runs
-coincide, the differences from the first run: their sizes or, with `--smooth`, those of the smoothed losses.
+The panels below have what `--metric` names, the load of experts, the learning rate and the gradient norm, and, if the
+losses of all runs coincide, the differences from the first run: their sizes or, with `--smooth`, those of the smoothed
+losses.
 """
 
 import argparse
@@ -28,6 +29,7 @@ Record = dict[str, Any]  # a line of metrics.jsonl
 Curve = tuple[np.ndarray, np.ndarray]  # x and y
 Runs = Mapping[str, Sequence[Record]]  # by name
 
+EVALUATED = ("eval_", "ema_eval_")  # such metrics are drawn as dots
 UNITS = {"step": "step", "tokens": "tokens", "hours": "hours since the first logged step"}
 COINCIDING = 0.02  # runs with a smaller median relative difference of the loss look the same in the loss panel
 WIDTH, LOSS_HEIGHT, PANEL_HEIGHT = 8.0, 4.0, 1.5  # inches
@@ -63,6 +65,16 @@ def curve(name: str, records: Sequence[Record], key: str, x: str = "step") -> Cu
             raise InputError(f"--x=hours: lines of the metrics of {name} have no time: use --x=step or --x=tokens.")
         return np.array([record["time"] - records[0]["time"] for record in chosen]) / 3600, values
     return steps, values
+
+
+def check_metrics(metrics: Sequence[str], runs: Runs) -> None:
+    """InputError if no run has logged a metric, or with a number for each layer or expert."""
+    logged = {key: value for records in runs.values() for record in records for key, value in record.items()}
+    single = sorted(key for key, value in logged.items() if value is None or isinstance(value, int | float))
+    for key in metrics:
+        if key not in single:
+            problem = "has several numbers at each step" if key in logged else "is in no line of these runs"
+            raise InputError(f"--metric={key} {problem}: choose among {', '.join(single)}.")
 
 
 def smoothed(values: np.ndarray, smooth: float) -> np.ndarray:
@@ -101,13 +113,16 @@ def differences(runs: Runs, x: str, smooth: float = 0.0) -> dict[str, Curve]:
     return found if coinciding else {}
 
 
-def draw(runs: Runs, *, x: str = "step", smooth: float = 0.0, baseline: float | None = None) -> Figure:
-    """The picture of the runs; `baseline` is a dashed line in the loss panel."""
+def draw(
+    runs: Runs, *, x: str = "step", smooth: float = 0.0, baseline: float | None = None, metrics: Sequence[str] = ()
+) -> Figure:
+    """The picture of the runs; `baseline` is a dashed line in the loss panel, `metrics` have panels of their own."""
     colors = dict(zip(runs, _colors(len(runs)), strict=True))
 
     def draw_key(axes: Axes, key: str) -> None:
         for name, records in runs.items():
-            axes.plot(*curve(name, records, key, x), color=colors[name], linewidth=1)
+            style = "o:" if key.startswith(EVALUATED) else "-"
+            axes.plot(*curve(name, records, key, x), style, color=colors[name], linewidth=1, markersize=4)
 
     panels: list[tuple[str, Callable[[Axes], None]]] = []
     if ratios := differences(runs, x, smooth):
@@ -123,6 +138,7 @@ def draw(runs: Runs, *, x: str = "step", smooth: float = 0.0, baseline: float | 
 
         panels.append((f"relative difference\nfrom {next(iter(runs))}", draw_differences))
     for key, label in (
+        *((key, key) for key in metrics),
         ("expert_load_max", "expert load over\nmean, worst layer"),
         ("learning_rate", "learning rate"),
         ("grad_norm", "gradient norm"),
@@ -226,6 +242,14 @@ def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
         help="mean of the training loss over N logged steps; below 1: exponential mean with this weight",
     )
     parser.add_argument(
+        "--metric",
+        action="append",
+        default=[],
+        dest="metrics",
+        metavar="NAME",
+        help="a panel of a logged number, such as eval_accuracy; may be repeated",
+    )
+    parser.add_argument(
         "--baseline", type=float, metavar="LOSS", help="draw a dashed line, such as the text's unigram entropy"
     )
 
@@ -237,7 +261,7 @@ def check_drawing_arguments(options: argparse.Namespace) -> dict[str, Any]:
         raise InputError(f"--smooth={smooth:g} is neither a whole number of steps nor a weight of 0 to below 1.")
     if baseline is not None and not math.isfinite(baseline):
         raise InputError(f"--baseline={baseline} is not a loss: give a number of nats per token.")
-    return {"x": options.x, "smooth": smooth, "baseline": baseline}
+    return {"x": options.x, "smooth": smooth, "baseline": baseline, "metrics": options.metrics}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -262,6 +286,7 @@ def main(arguments: Sequence[str]) -> int:
             output = output.with_suffix("")
         check_output("--output", output.parent, is_folder=True)
         runs = dict(zip(names_of(run_dirs), map(read_records, run_dirs), strict=True))
+        check_metrics(options.metrics, runs)
         paths = write(draw(runs, **settings), output)
         for name, records in runs.items():
             print(describe(name, records, options.baseline))
