@@ -203,6 +203,8 @@ def test_a_test_of_a_file_is_that_of_bash(place):
         ("#SBATCH --ntasks-per-node=4 -N 3 # nodes\nsrun python p.py", 12),
         ("N=3\nsbatch -J x << EOF\n#!/bin/bash\n#SBATCH --ntasks-per-node=4 -N $N\nsrun python p.py\nEOF", 12),
         ("sbatch --nodes 3 --ntasks-per-node=4 <<'EOF'\nsrun python p.py\nEOF", 12),
+        ("sbatch --nodes=3 --wrap 'srun python p.py' --ntasks-per-node=4", 12),
+        ('N=3\nsbatch --ntasks-per-node=4 --wrap="srun -N $N --ntasks-per-node=4 python p.py"', 12),
         ("export WORLD_SIZE=$((3*5))\npython p.py", 15),
         ("torchrun --nproc_per_node $(nvidia-smi -L | wc -l) p.py", None),
         ("WORLD_SIZE=2\ntorchrun --nproc_per_node $GPUS --nnodes $WORLD_SIZE p.py", None),  # it counts nodes here
@@ -702,6 +704,8 @@ def test_yaml_of_megatrons_tests_and_of_its_config(place, monkeypatch):
         "torchrun --nproc_per_node 1 pretrain_gpt.py --yaml-cfg gpt.yaml --seed 5 --save-interval 2 --save gpt.yaml"
     )
     given, world = read(["train.sh"])
+    (place / "train.sh").write_text((place / "train.sh").read_text().replace("--yaml-cfg ", "--yaml-cfg="))
+    assert read(["train.sh"])[0].given == given.given
     found = yaml.safe_load(translate(given, world)[0])
     assert found["model"]["num_kv_heads"] == 2 and found["model"]["num_experts"] == 4
     assert found["model"]["norm_epsilon"] == 1e-6 and found["run"]["seed"] == 5 and found["run"]["dir"] == "gpt.yaml"

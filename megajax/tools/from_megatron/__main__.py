@@ -107,7 +107,7 @@ def read(line: list[str]) -> tuple[Arguments, int | None]:
         found = launch_line.from_words(line)
     for sentence in found.warnings:
         warnings.warn(sentence, stacklevel=2)
-    words = found.words
+    words = [part for w in found.words for part in (w.split("=", 1) if w.startswith("--yaml-cfg=") else [w])]
     if "--yaml-cfg" in words[:-1]:
         at = words.index("--yaml-cfg")
         given = megatron.from_yaml(Path(found.values.known(words[at + 1], "--yaml-cfg")))

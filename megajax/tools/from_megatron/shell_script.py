@@ -207,6 +207,8 @@ class Script:
             self.warn(f"{name}{index}=... in {self._at} is not read.")
 
     def _run(self, words: list[str]) -> bool | None:
+        if words[0].rpartition("/")[2] == "sbatch":
+            words = _unwrapped(words)
         name, arguments = words[0], words[1:]
         if name in self._functions:
             return self._call(name, words)
@@ -325,6 +327,16 @@ def _shell_at(words: list[str]) -> int | None:
     """The index of the shell in `bash -c TEXT`, perhaps behind srun and its options."""
     found = (at for at, word in enumerate(words[:-2]) if word in SHELLS and re.fullmatch(r"-\w*c", words[at + 1]))
     return next(found, None)
+
+
+def _unwrapped(words: list[str]) -> list[str]:
+    """`sbatch OPTIONS --wrap TEXT` as `sbatch OPTIONS bash -c TEXT`, which runs the same."""
+    for at, word in enumerate(words):
+        option, equals, text = word.partition("=")
+        if option == "--wrap" and (equals or at + 1 < len(words)):
+            rest = at + 1 if equals else at + 2
+            return [*words[:at], *words[rest:], SHELLS[0], "-c", text if equals else words[at + 1]]
+    return words
 
 
 def _is(kind: Callable[[Path], bool], path: Path) -> bool:
