@@ -132,8 +132,8 @@ def _check_dependence(sublayer: type[Sublayer], config: Config, counted: slice, 
     state, losses, fields = program.random_state(), [], next(batches(config, seed=0))
     mask, index = np.zeros_like(fields["loss_mask"]), np.broadcast_to(np.arange(LENGTH), fields["tokens"].shape)
     mask[:, counted] = True
-    if "segment_ids" in fields:
-        fields |= {"segment_ids": index // (LENGTH // 2), "positions": index % (LENGTH // 2)}
+    if "segment_ids" in fields:  # positions do not begin again: a document's start is not known by them
+        fields |= {"segment_ids": index // (LENGTH // 2), "positions": index}
     for shift in (0, 1):
         tokens = fields["tokens"].copy()
         tokens[:, changed] = (tokens[:, changed] + shift) % config.model.vocab_size

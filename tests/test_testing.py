@@ -54,6 +54,15 @@ class Across(MLP):
         return super().apply(w, x + before.reshape(x.shape), ctx)
 
 
+class AcrossUnlessPositionsBegin(MLP):
+    """It takes the position 0 for the first token of a document, as it is with data.reset_positions alone."""
+
+    def apply(self, w, x, ctx):
+        B, S = ctx.inputs.positions.shape
+        before = jnp.pad(x.reshape(B, S, -1), ((0, 0), (1, 0), (0, 0)))[:, :-1]
+        return super().apply(w, x + jnp.where(ctx.inputs.positions[..., None] > 0, before, 0).reshape(x.shape), ctx)
+
+
 class OfOneSequence(Across):
     """It has no cache, and with context a device's first token has none before it."""
 
@@ -96,7 +105,7 @@ def test_a_wrong_declaration_is_a_sentence(given, words):
     [
         (WithoutMatmul, "WithoutMatmul multiplies by no weight"),
         (Backwards, "Backwards: a token depends on a later token"),
-        (Across, "Across: a token depends on another document"),
+        (AcrossUnlessPositionsBegin, "AcrossUnlessPositionsBegin: a token depends on another document"),
         pytest.param(OfOneSequence, "OfOneSequence token by token: ", marks=pytest.mark.long),
         pytest.param(OnlyOnOneDevice, "OnlyOnOneDevice on context 2, fsdp 2: the gradient of ", marks=pytest.mark.long),
     ],

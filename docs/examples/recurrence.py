@@ -30,10 +30,11 @@ class Recurrence(Sublayer):
         self.output = declare((F, D), ("mlp", "embed"))
 
     def apply(self, w, x, ctx):
-        comm, (B, S) = ctx.comm, ctx.inputs.positions.shape
+        comm, where = ctx.comm, ctx.inputs.token_positions
+        B, S = where.index.shape
         x = normalise(self.config, x, w["norm"], w.get("norm_bias"))
         values = comm.column_linear(x, w["value"]).reshape(B, S, -1).astype(jnp.float32)  # [B, S, F / tensor]
-        values, first, is_real = comm.in_order((values, ctx.inputs.positions == 0, ctx.inputs.token_positions.is_real))
+        values, first, is_real = comm.in_order((values, where.index_in_document == 0, where.is_real))
         decay = jnp.where(first[..., None], 0, jax.nn.sigmoid(w["decay"].astype(jnp.float32)))
         if is_real is not None:  # padding does not change the state
             decay = jnp.where(is_real[..., None], decay, 1)

@@ -33,6 +33,11 @@ class TokenPositions:
         """[B, S] int32, the first index of each token's document; None: each sequence is one."""
         return None if self.documents is None else self.documents.starts
 
+    @property
+    def index_in_document(self) -> jax.Array:
+        """[B, S] int32, each token's index in its document, or in its sequence if that is one."""
+        return self.index if self.documents is None else self.index - self.documents.starts
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ class RecurrentTokens:
     def __init__(self, ctx: LayerContext):
         self.comm: Comm = ctx.comm
         tokens = ctx.inputs.token_positions
-        index = tokens.index if tokens.document_starts is None else tokens.index - tokens.document_starts
-        self.position, self.is_real = self.comm.in_order((index, tokens.is_real))  # [B, S], in the document
+        self.position, self.is_real = self.comm.in_order((tokens.index_in_document, tokens.is_real))  # [B, S]
         self.starts = None if tokens.document_starts is None else self.position == 0
         self.kept = Kept()
 

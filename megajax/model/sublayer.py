@@ -46,7 +46,7 @@ class RealTokens:
 class BlockInputs:
     """The inputs of every block besides the residual stream."""
 
-    positions: jax.Array  # [B, S] int32, position of each token in its sequence, or in its document
+    positions: jax.Array  # [B, S] int32, of RoPE: they begin again with a document only if data.reset_positions is set
     token_positions: TokenPositions  # for attention: the tokens' index in their sequences, and their documents
     token_ids: jax.Array  # [T / tensor] uint32, index of each token in the global batch (dropout)
     dropout_key: jax.Array | None  # None: no dropout

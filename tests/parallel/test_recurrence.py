@@ -22,7 +22,7 @@ from megajax.model import LayerContext
 from megajax.model.comm import Comm, TokenPositions
 from megajax.model.recurrent import RecurrentTokens, rows
 from megajax.model.sublayer import BlockInputs
-from megajax.ops import short_convolution
+from megajax.ops import PackedDocuments, short_convolution
 from megajax.parallel.mesh_comm import MeshComm
 from megajax.step_plan import Collectives
 from megajax.training.batches import to_global
@@ -43,19 +43,18 @@ def test_it_is_a_loop_over_tokens():
     config = make_config(MODEL).model
     D, F, (B, S), rng = config.hidden_size, config.ffn_hidden_size, (2, 6), np.random.default_rng(0)
     w = {"value": rng.standard_normal((D, F)), "decay": rng.standard_normal(F), "output": rng.standard_normal((F, D))}
-    positions = np.array([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]])
+    index = np.tile(np.arange(S), (B, 1))  # positions for RoPE do not begin again
+    starts = np.array([[0, 0, 0, 3, 3, 3], [0] * S])
     is_real = np.array([[True] * 6, [True] * 4 + [False] * 2])
     x = rng.standard_normal((B, S, D)).astype(np.float32)
     h, expected = np.zeros((B, F)), np.zeros((B, S, F))
     normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon)
     for t in range(S):
-        new = (positions[:, t] > 0)[:, None] / (1 + np.exp(-w["decay"])) * h + normed[:, t] @ w["value"]
+        new = (t > starts[:, t])[:, None] / (1 + np.exp(-w["decay"])) * h + normed[:, t] @ w["value"]
         h = np.where(is_real[:, t, None], new, h)
         expected[:, t] = h
-    own = TokenPositions(jnp.asarray(positions), is_real=jnp.asarray(is_real))
-    ctx = LayerContext(
-        Comm(), BlockInputs(jnp.asarray(positions), own, jnp.arange(B * S), None), 0, LayerKind("r", None)
-    )
+    own = TokenPositions(jnp.asarray(index), PackedDocuments(jnp.asarray(starts)), is_real=jnp.asarray(is_real))
+    ctx = LayerContext(Comm(), BlockInputs(jnp.asarray(index), own, jnp.arange(B * S), None), 0, LayerKind("r", None))
     weights = {name: a.astype(np.float32) for name, a in w.items()} | {"norm": np.ones(D, np.float32)}
     y, metrics = jax.jit(lambda weights, x: make(config).apply(weights, x, ctx))(weights, x.reshape(-1, D))
     np.testing.assert_allclose(y, (expected @ w["output"]).reshape(-1, D), rtol=1e-4, atol=1e-4)
