@@ -33,7 +33,7 @@ PACKED = {"data": {"reset_attention": True}}
 
 
 def check_sublayer(sublayer: type[Sublayer], model: Mapping[str, Any] | None = None) -> list[str]:
-    """Check a sublayer in all that its class declares; returns a line for each comparison.
+    """Check a sublayer in all that its class declares; prints and returns a line for each comparison.
 
     A small Llama in which it is every second layer trains two steps on meshes of each axis that it supports and with
     each kind of recomputation: loss, gradients and updates must be those of one device. No token may depend on a later
@@ -52,7 +52,11 @@ def check_sublayer(sublayer: type[Sublayer], model: Mapping[str, Any] | None = N
     KINDS.pop(kind, None)
     register_block(kind, sublayer)
     try:
-        return [*_checks(sublayer, {"block_pattern": ["dense", kind], **(model or {})})]
+        lines = []
+        for line in _checks(sublayer, {"block_pattern": ["dense", kind], **(model or {})}):
+            print(line, flush=True)  # each takes a while
+            lines.append(line)
+        return lines
     finally:
         KINDS.pop(kind)
 

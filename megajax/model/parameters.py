@@ -38,7 +38,7 @@ def declare(
     if len(shape) != len(axes) or not set(axes) <= {*LOGICAL_TO_MESH}:
         raise ConfigError(
             f"a parameter of the shape {shape} was declared with the logical axes {axes}: give each dimension one of "
-            f"{', '.join(LOGICAL_TO_MESH)} (docs/extensions.md, 'What a sublayer declares')"
+            f"{', '.join(LOGICAL_TO_MESH)} (docs/extensions.md, 'What a sublayer declares')."
         )
     dividing = [LOGICAL_TO_MESH[axis] for axis in axes if LOGICAL_TO_MESH[axis]]
     if "experts" not in axes and len({*dividing}) < len(dividing):
@@ -49,7 +49,7 @@ def declare(
             f"a parameter was declared with initial={shown(initial)}: give a function of a key and a shape."
         )
     if role not in ROLES:
-        raise ConfigError(f"a parameter was declared with the role {role}: use {', '.join(ROLES)}")
+        raise ConfigError(f"a parameter was declared with the role {role}: use {', '.join(ROLES)}.")
     own = {"axes": axes, "role": role, "scale": scale, "muon": muon and role == "matrix", "initial": initial}
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), **own)
 

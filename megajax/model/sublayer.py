@@ -78,6 +78,13 @@ class LayerContext:
     recompute: Collection[str] = ()  # what the backward pass recomputes: "attention", from its inputs; "norms"
     state: State = field(default_factory=dict)  # declared by `layer_state`; a step passes it among the weights
 
+    def share_of_mean(self, values: jax.Array) -> jax.Array:
+        """This device's share, FP32, of the mean of `values [T / tensor]` over a microbatch's real tokens: a metric."""
+        values, real = values.astype(jnp.float32), self.inputs.real
+        if real is None:
+            return jnp.sum(values) / (len(values) * self.comm.token_shards)
+        return jnp.sum(jnp.where(real.is_real, values, 0)) / real.num_tokens
+
 
 class Sublayer(nnx.Module):
     """One step of a layer: it normalises the residual stream and computes a term that is added to it.
@@ -114,9 +121,9 @@ class Sublayer(nnx.Module):
         """`x [T / tensor, D]` → (the term added to it, metrics).
 
         `w` are the weights from `Block.fuse`. Metrics, if `ctx.inputs.has_metrics`, are this device's shares of numbers
-        of a microbatch: a loss is a mean over its real tokens, times its weight. A step reports floats as the mean over
-        microbatches and layers (LOSSES as the sum over layers), and int counts as sums by layer. A metric `max_...` is
-        a maximum of numbers that are not negative.
+        of a microbatch: a loss is a mean over its real tokens (`ctx.share_of_mean`), times its weight. A step reports
+        floats as the mean over microbatches and layers (LOSSES as the sum over layers), and int counts as sums by
+        layer. A metric `max_...` is a maximum of numbers that are not negative.
         """
         raise NotImplementedError
 

@@ -21,13 +21,24 @@ from megajax.estimate.memory import estimate_memory
 from megajax.inference.generation import Generator
 from megajax.inference.language_model import LanguageModel
 from megajax.inference.sampling import Sampling
-from megajax.layout.kinds import KINDS, expert_layers
+from megajax.layout.kinds import KINDS, LayerKind, expert_layers
 from megajax.mesh import build_mesh
-from megajax.model import EVERYTHING, Sublayer, Transformer, bind, declare, init_parameters, register_block
+from megajax.model import (
+    EVERYTHING,
+    LayerContext,
+    Sublayer,
+    Transformer,
+    bind,
+    declare,
+    init_parameters,
+    register_block,
+)
 from megajax.model.attention import Attention
 from megajax.model.block import Block, dropout_key
+from megajax.model.comm import Comm, TokenPositions
 from megajax.model.mlp import MLP
 from megajax.model.moe import MoE
+from megajax.model.sublayer import BlockInputs, RealTokens
 from megajax.schema.fields import Count, Section, check_attributes
 from megajax.step.graph import ADAPTERS, JITTER
 from megajax.step.nodes import Field, Results
@@ -60,10 +71,8 @@ class Squared(Sublayer):
         comm = ctx.comm
         y = comm.row_linear(jnp.square(comm.column_linear(x, w["up"])), w["down"])
         y = y * w["gain"] / (1 + ctx.state["mean_power"])
-        if not ctx.inputs.has_metrics:
-            return y.astype(x.dtype), {}
-        tokens = len(x) * comm.token_shards
-        return y.astype(x.dtype), {"power": jnp.sum(jnp.square(y)) / tokens}
+        power = ctx.share_of_mean(jnp.sum(jnp.square(y), axis=-1))
+        return y.astype(x.dtype), {"power": power} if ctx.inputs.has_metrics else {}
 
     def layer_state(self):
         return {"mean_power": jax.ShapeDtypeStruct((), jnp.float32)}
@@ -180,6 +189,15 @@ def test_each_layer_of_a_remat_group_knows_its_number(table, monkeypatch, unroll
     state = table.first_state(program, table.weights_of(program.config))
     metrics = program.train_step(state, to_global(program, next(table.make_batches(program.config))))[1]
     assert metrics["number"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_mean_over_tokens_leaves_out_padding():
+    """Of three real tokens on all devices this one has two."""
+    real = RealTokens(jnp.array([True, False, True]), jnp.array([3]), jnp.int32(3), jnp.int32(1))
+    position = jnp.zeros((1, 3), jnp.int32)
+    inputs = BlockInputs(position, TokenPositions(position), position[0], None, real=real)
+    ctx = LayerContext(Comm(), inputs, 0, LayerKind("mine", None))
+    assert ctx.share_of_mean(jnp.array([1.0, 7.0, 5.0])) == 2
 
 
 def test_no_two_dropout_keys_coincide():
