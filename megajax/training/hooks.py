@@ -1,6 +1,7 @@
 """Hooks: all that happens beside the steps of a run, and what hooks see of the run."""
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -14,6 +15,7 @@ from megajax.schema.batch_schedule import BatchSizes
 from megajax.training.spikes import Rollback
 from megajax.training.step import TrainProgram, TrainState
 
+SAVED = "hooks"  # of a checkpoint's description
 type StopReason = int | Rollback  # the run's exit status, or the checkpoint at which it continues
 
 
@@ -108,6 +110,32 @@ def check_hook(hook: Any) -> None:
     check_methods(type(hook), Hook)
 
 
+def saved_of_hooks(hooks: Sequence["Hook"]) -> dict[str, Any]:
+    """The entry of a checkpoint's description with what hooks keep; InputError for what JSON does not have."""
+    found = dict[str, list[Any]]()
+    for hook in hooks:
+        state = hook.state_dict()
+        try:
+            json.dumps(state, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            problem = (
+                f"state_dict of the hook {type(hook).__name__} gives {shown(repr(state))}, which JSON does not have"
+            )
+            raise InputError(f"{problem} ({error}): give numbers, texts, lists and dictionaries of them.") from None
+        found.setdefault(type(hook).__name__, []).append(state)
+    kept = {name: each for name, each in found.items() if any(state is not None for state in each)}
+    return {SAVED: kept} if kept else {}
+
+
+def restore_hooks(hooks: Sequence["Hook"], description: Mapping[str, Any]) -> None:
+    """Give hooks what a checkpoint of this description kept of them: those of one class in their order."""
+    for name, kept in description.get(SAVED, {}).items():
+        same = [hook for hook in hooks if type(hook).__name__ == name]
+        for hook, state in zip(same, kept, strict=False):  # another one may have come or gone
+            if state is not None:
+                hook.load_state_dict(state)
+
+
 class Hook:
     """What happens beside the steps of a run, on every process; by default each method does nothing.
 
@@ -117,6 +145,13 @@ class Hook:
     """
 
     every = 1  # `on_step` is called after the steps that are multiples of it
+
+    def state_dict(self) -> Any:
+        """What checkpoints keep of this hook, as JSON has it; None: nothing. That of process 0 counts."""
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """The run goes on from a checkpoint that kept this, before `on_start`."""
 
     def on_start(self, run: RunView) -> None:
         """The run begins at `run.step`, or continues there after a rollback."""

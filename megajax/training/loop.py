@@ -35,7 +35,15 @@ from megajax.training.compiled_steps import CompiledSteps, remove_damaged_progra
 from megajax.training.evaluation import Evaluation, check_best, means
 from megajax.training.exports import Exports
 from megajax.training.gpu_health import GpuHealth
-from megajax.training.hooks import Hook, RunView, StopReason, check_hook, make_hook
+from megajax.training.hooks import (
+    Hook,
+    RunView,
+    StopReason,
+    check_hook,
+    make_hook,
+    restore_hooks,
+    saved_of_hooks,
+)
 from megajax.training.in_memory import StateGenerator, export_weights
 from megajax.training.modalities import Modalities
 from megajax.training.monitoring import Monitoring
@@ -244,13 +252,17 @@ class Trainer:
         """
         self._start_writing()
         samples = self.sizes.samples_before(self.step)
-        self.directory.save(self.step, self.state, samples, **self._spikes.losses.saved(self.step))
+        self.directory.save(self.step, self.state, samples, **self._saved_beside())
 
     def save_locally(self) -> None:
         """Start a save of the current step to `checkpoint.local_dir`, while `run` runs."""
         assert self.directory.local_saves is not None
         state, samples = self.program.with_files(self.state), self.sizes.samples_before(self.step)
-        self.directory.local_saves.save(self.step, state, samples, **self._spikes.losses.saved(self.step))
+        self.directory.local_saves.save(self.step, state, samples, **self._saved_beside())
+
+    def _saved_beside(self) -> dict[str, Any]:
+        """What a checkpoint has beside the state and the settings."""
+        return self._spikes.losses.saved(self.step) | saved_of_hooks(self.view.hooks)
 
     def saved(self) -> Checkpoints:
         """The checkpoints, after the last save has ended and is reported."""
@@ -361,6 +373,7 @@ class Trainer:
         """Take over the position of the start: its step, and the sequences of the steps after it."""
         self._seen, self.sizes = self._resume_point.seen, self._resume_point.sizes
         self._spikes.begin(self._resume_point)
+        restore_hooks(self.view.hooks, self._resume_point.saved)
         self.step = self._recorded_step = self._resume_point.step  # the config applies after `_recorded_step`
 
     def _first_state(self, say: Callable[[str], None]) -> TrainState:

@@ -129,6 +129,38 @@ def test_each_method_is_called_when_it_says(build, tmp_path, monkeypatch):
     assert found[-1]["last_words"] == 7
 
 
+class Counter(megajax.Hook):
+    """Counts the steps since it was made, beside those that a checkpoint kept."""
+
+    def __init__(self, name, kept=None):
+        self.name, self.count, self.kept = name, 0, kept
+
+    def on_step(self, run):
+        self.count += 1
+
+    def state_dict(self):
+        return {"name": self.name, "count": self.count} if self.kept is None else self.kept
+
+    def load_state_dict(self, state):
+        self.name, self.count = state["name"], state["count"]
+
+
+def test_what_a_hook_keeps_comes_back_with_the_checkpoint(build, tmp_path):
+    """Of each of two hooks of one class; a third is new, and a class that keeps nothing has no entry."""
+    steps = ("run.checkpoint_interval=2", "run.eval_steps=0")
+    build("run.steps=4", *steps, hooks=[Counter("a"), Counter("b"), Recorder()]).run()
+    description = json.loads((tmp_path / "run/checkpoints/4/description/metadata").read_text())
+    assert description["hooks"] == {"Counter": [{"name": "a", "count": 4}, {"name": "b", "count": 4}]}
+    hooks = [Counter("new"), Counter("newer"), Counter("newest")]
+    build("run.steps=6", *steps, hooks=hooks).run()
+    assert [(hook.name, hook.count) for hook in hooks] == [("a", 6), ("b", 6), ("newest", 2)]
+    build("run.steps=8", *steps, hooks=[Recorder()]).run()
+    assert "hooks" not in json.loads((tmp_path / "run/checkpoints/8/description/metadata").read_text())
+    for kept in (object(), float("nan")):
+        with pytest.raises(InputError, match=r"state_dict of the hook Counter gives .*, which JSON .*: give numbers"):
+            build("run.steps=9", *steps, f"run.dir={tmp_path / 'other'}", hooks=[Counter("a", kept)]).run()
+
+
 def test_the_first_of_two_ends_at_a_step_counts(make_config):
     run = RunView(SimpleNamespace(config=make_config()), lambda: 3, lambda: None, print, print)
     for end in (BAD_NUMBERS, STOPPED):
