@@ -43,7 +43,7 @@ def register_optimizer(kind: OptimizerKind, optimizer: type[Optimizer]) -> None:
     is_by_state = optimizer.direction is OptaxOptimizer.direction
     if issubclass(optimizer, OptaxOptimizer) and is_by_state and optimizer.slots is Optimizer.slots:
         check_state(optimizer, names)
-    options.OPTIMIZERS.add(replace(kind, made=optimizer))
+    options.OPTIMIZERS.add(replace(kind, made=optimizer, beside_adamw=issubclass(optimizer, MatrixOptimizer)))
     OPTIMIZER_CLASSES[kind.name] = optimizer
 
 

@@ -15,7 +15,7 @@ OfSteps = Annotated[tuple[Coefficients, ...], Field(strict=False, min_length=1)]
 
 
 def _reads(key: str) -> ReadIf:
-    return ReadIf("kind", lambda kind: key in OPTIMIZERS[kind].reads)
+    return ReadIf("kind", lambda kind: OPTIMIZERS[kind].has_effect(key))
 
 
 class MuonConfig(Section):

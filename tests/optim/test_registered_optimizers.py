@@ -1,6 +1,7 @@
 """An optimizer, and a form of moments, from outside the package train on meshes as on one device, and resume."""
 
 import re
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from mesh_models import MODELS
 from single_device import make_config, train, weights_of
 
+from megajax.config import load_config
 from megajax.config.checks import check
 from megajax.config.extensions import import_extensions
 from megajax.errors import ConfigError
@@ -32,6 +34,7 @@ from megajax.optim import (
     register_optimizer,
     slots,
 )
+from megajax.optim.muon import Muon
 from megajax.optim.sgd import Sgd
 from megajax.optim.update import Update
 from megajax.options import optimizers as declared
@@ -160,6 +163,19 @@ def test_wrong_settings_are_a_sentence(optimizer, words):
     with pytest.raises(ConfigError) as error:
         check(make_config(MODEL, {}, optimizer=optimizer))
     assert all(word in str(error.value) for word in words)
+
+
+def test_keys_of_adamw_have_an_effect_beside_matrices(monkeypatch):
+    for optimizer, expected in ((Sgd, ["optimizer.epsilon"]), (type("Own", (Muon,), {}), [])):
+        for options in (declared.OPTIMIZERS, slots.OPTIMIZER_CLASSES):
+            monkeypatch.setitem(options, "own", None)
+            options.pop("own")
+        register_optimizer(OptimizerKind("own", reads=("beta1", "beta2")), optimizer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            load_config("llama3_8b", ["optimizer.kind=own", "optimizer.epsilon=1e-3", "optimizer.beta2=0.9"])
+        found = [str(each.message).partition("=")[0] for each in caught]
+        assert [key for key in found if key.startswith("optimizer.")] == expected
 
 
 def test_a_name_that_is_taken_is_a_sentence():

@@ -61,7 +61,7 @@ def shrink(
         # The first step's gradients are read from the moments.
         "optimizer": {"state": "float32", "master": "float32", "offload_dir": None},
     }
-    if EPSILON in config.optimizer.chosen.reads:
+    if config.optimizer.chosen.has_effect(EPSILON):
         # Else steps of AdamW, and of SOAP in a basis of eigenvectors, have the signs of rounding where a gradient is 0.
         small["optimizer"]["epsilon"] = LARGE_EPSILON
     remat, kernels, depth = _loops(config, units)
