@@ -3,15 +3,16 @@
 An optimizer is written for one device. It never sees the mesh, the form of its moments between steps, or the host.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from megajax.errors import ConfigError
+from megajax.errors import ConfigError, shown
 from megajax.schema.fields import Section
 from megajax.step_plan import StepPlan
 
@@ -31,6 +32,13 @@ class Slot:
     shape: Literal["like", "scalar"] | tuple[int, int] = "like"
     non_negative: bool = False  # second moments; int8 has another code for them
     exact: bool = False  # FP32 with every `optimizer.state`
+
+    def __post_init__(self):
+        sizes = self.shape if isinstance(self.shape, tuple) else ()
+        is_matrix = len(sizes) == 2 and all(isinstance(size, Integral) and size > 0 for size in sizes)
+        if self.shape not in ("like", "scalar") and not is_matrix:
+            cure = "use like, scalar, or two sizes in slots_of_matrices of a MatrixOptimizer, (rows, 1)"
+            raise ConfigError(f"the slot {self.name} has the shape {shown(self.shape)}: {cure}.")
 
 
 COUNT = Slot("count", "scalar")  # the number of updates
@@ -94,6 +102,24 @@ def check_state(optimizer: type[OptaxOptimizer], slots: Collection[str]) -> None
             f"{optimizer.__name__} has the slots {ours}, and its STATE {state.__name__} has the fields {theirs}: give "
             "SLOTS a slot for each field, with its name."
         )
+
+
+def check_slots(optimizer: type[Optimizer], slots: Sequence[Slot], of_matrices: Sequence[Slot] = ()) -> None:
+    """Raise ConfigError unless the names differ, and a slot has sizes where it is one `of_matrices`, only there."""
+    own, where = optimizer.__name__, f"{optimizer.__name__}.slots_of_matrices"
+    if not isinstance(of_matrices, Sequence) or not all(isinstance(slot, Slot) for slot in of_matrices):
+        raise ConfigError(f"{where} returns {shown(repr(of_matrices))}: return a tuple of Slots.")
+    names = [slot.name for slot in (*slots, *of_matrices)]
+    if again := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"{own} has the slot {again[0]} twice: rename one.")
+    for slot in slots:
+        if not isinstance(slot.shape, str):
+            cure = "use like or scalar there; slots_of_matrices of a MatrixOptimizer have sizes"
+            raise ConfigError(f"{own}.SLOTS has the slot {slot.name} of the shape {slot.shape}: {cure}.")
+    for slot in of_matrices:
+        if isinstance(slot.shape, str):
+            cure = "give two sizes, or declare it in SLOTS"
+            raise ConfigError(f"{where} has the slot {slot.name} of the shape {slot.shape}: {cure}.")
 
 
 class MatrixOptimizer(Optimizer):

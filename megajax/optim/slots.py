@@ -17,7 +17,7 @@ from megajax.optim.lion import Lion
 from megajax.optim.matrix_exchange import MatrixLayout
 from megajax.optim.muon import Muon
 from megajax.optim.offload import OFFLOADED, largest_share
-from megajax.optim.optimizer import MatrixOptimizer, Optimizer, OptimizerState, Slot, Slots, Updated
+from megajax.optim.optimizer import MatrixOptimizer, Optimizer, OptimizerState, Slot, Slots, Updated, check_slots
 from megajax.optim.sgd import Sgd
 from megajax.optim.soap import Soap
 from megajax.sharding import Placement
@@ -84,7 +84,7 @@ class Member:
         """The slots of a parameter."""
         slots = tuple(slot for slot in self.optimizer.slots() if slot.shape != "scalar")
         if isinstance(self.optimizer, MatrixOptimizer):
-            slots += self.optimizer.slots_of_matrices(self.layouts[name].inputs, self.layouts[name].outputs)
+            slots += (*self.optimizer.slots_of_matrices(self.layouts[name].inputs, self.layouts[name].outputs),)
         return slots
 
     def owned_slots(self, name: str) -> list[str]:
@@ -119,10 +119,13 @@ class OptimizerSlots:
         kind, roles = plan.optimizer.kind, {name: parameter.role for name, parameter in declared.items()}
         made = OPTIMIZER_CLASSES[kind](plan, plan.optimizer_settings(OPTIMIZER_CLASSES[kind]))
         trained = {name: placements[name] for name in declared}
+        check_slots(type(made), made.slots())
         if not isinstance(made, MatrixOptimizer):
             return cls(plan, roles, (Member(kind, made, trained, {}),))
         matrices = {name: placements[name] for name, parameter in declared.items() if parameter.muon}
         layouts = {name: MatrixLayout.of(p, plan.sizes, made.per_head, made.turns) for name, p in matrices.items()}
+        for layout in layouts.values():
+            check_slots(type(made), made.slots(), made.slots_of_matrices(layout.inputs, layout.outputs))
         left_to_adamw = {name: placement for name, placement in trained.items() if name not in matrices}
         members = Member(kind, made, matrices, layouts), Member(ADAMW, AdamW(plan), left_to_adamw, {})
         return cls(plan, roles, members)

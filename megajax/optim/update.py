@@ -5,7 +5,7 @@ Whole matrices come and go in between, and so do arrays that are kept on the hos
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.tree_util import keystr
 
-from megajax.errors import ConfigError
+from megajax.errors import ConfigError, array_form, shown
 from megajax.ops.barriers import not_merged
 from megajax.optim.groups import clip, decays, rates
 from megajax.optim.matrix_exchange import on_whole_matrices
@@ -180,8 +181,13 @@ class Update:
         owned = {name: held for name, held in owned.items() if held}
 
         def of_matrices(matrices: jax.Array, held: Slots) -> tuple[jax.Array, Slots]:
-            with _only_declared(f"{type(optimizer).__name__}.of_matrices", given := scalars | held):
-                return optimizer.of_matrices(matrices, given)
+            with _only_declared(method := f"{type(optimizer).__name__}.of_matrices", given := scalars | held):
+                returned = optimizer.of_matrices(matrices, given)
+            directions, new = _pair(method, returned)
+            if (found := array_form(directions)) != (wanted := array_form(matrices)):
+                raise ConfigError(f"{method} returns {found} as directions: return {wanted}.")
+            _check_returned(method, "slot", held, new)
+            return directions, new
 
         compute = on_whole_matrices(of_matrices, layouts, self.mesh, optimizer.dtype)
         whole, owned = compute({name: directions[name] for name in layouts}, owned)
@@ -209,19 +215,36 @@ def _directions_and_slots(optimizer: Optimizer, gradients: Named, slots: Slots) 
     name = f"{type(optimizer).__name__}.direction"
     with _only_declared(name, slots):
         returned = optimizer.direction(gradients, slots)
+    directions, new = _pair(name, returned)
+    _check_returned(name, "direction", gradients, directions, lambda x: str([*jnp.shape(x)]))
+    _check_returned(name, "slot", slots, new)
+    return directions, new
+
+
+def _pair(method: str, returned: Any) -> tuple[Any, Any]:
+    """What a method of an extension's optimizer returned. Raises ConfigError unless it is a pair."""
     if not isinstance(returned, tuple) or len(returned) != 2:
-        raise ConfigError(f"{name} returns {type(returned).__name__}: return the directions and the new slots.")
-    for what, given, new in zip(("directions", "slots"), (gradients, slots), returned, strict=True):
-        before, after = _shapes(given), _shapes(new)
-        for path in sorted(before.keys() | after.keys()):
-            if before.get(path) != after.get(path):
-                shapes = f"{after.get(path, 'nothing')} for {before.get(path, 'nothing')}"
-                raise ConfigError(f"{name} returns {what}{path} of the shape {shapes}: return {what} as it gets them.")
+        raise ConfigError(f"{method} returns {type(returned).__name__}: return the directions and the new slots.")
     return returned
 
 
-def _shapes(tree: Any) -> dict[str, list[int]]:
-    return {jax.tree_util.keystr(path): [*jnp.shape(x)] for path, x in jax.tree.leaves_with_path(tree)}
+def _check_returned(method: str, noun: str, given: Slots, new: Any, form: Callable[[Any], str] = array_form) -> None:
+    """Raise ConfigError unless `new` has the names of `given`, with arrays of the same `form`: dtype and shape."""
+    names = shown(", ".join(given)) or "nothing"
+    if not isinstance(new, dict):
+        raise ConfigError(f"{method} returns its {noun}s as {type(new).__name__}: return a dictionary with {names}.")
+    if missing := [name for name in given if name not in new]:
+        raise ConfigError(f"{method} does not return the {noun} {missing[0]}: return all of {names}.")
+    if more := [name for name in new if name not in given]:
+        raise ConfigError(f"{method} returns the {noun} {more[0]} too: return only {names}.")
+    before, after = (
+        {keystr(path, simple=True, separator="."): form(x) for path, x in jax.tree.leaves_with_path(tree)}
+        for tree in (given, new)
+    )
+    for path in (*before, *after):
+        found, wanted = (forms.get(path, "nothing") for forms in (after, before))
+        if found != wanted:
+            raise ConfigError(f"{method} returns {found} as the {noun} {path}: return {wanted}.")
 
 
 def _chosen(by_name: Any, names: Collection[str]) -> Any:

@@ -198,30 +198,77 @@ class Odd(Optimizer):
         return self.change(gradients, slots)
 
 
+class OddMatrices(MatrixOptimizer):
+    SLOTS = (COUNT,)
+
+    def slots_of_matrices(self, rows, columns):
+        return (Slot("size", (rows, 1)),)
+
+
+def trace(monkeypatch, optimizer):
+    """The update of a matrix [2, 6] by an optimizer."""
+    monkeypatch.setitem(declared.OPTIMIZERS, "odd", OptimizerKind("odd", made=optimizer))
+    monkeypatch.setitem(slots.OPTIMIZER_CLASSES, "odd", optimizer)
+    mesh, placement = build_mesh(ONE, jax.devices()[:1]), place((2, 6), ("embed", "mlp"), ONE)
+    plan = StepPlan.of(make_config(MODEL, {}, optimizer={"kind": "odd"}), mesh)
+    parameter = SimpleNamespace(axes=placement.axes, role="matrix", muon=True)
+    update, weights = Update.build(plan, {"w": parameter}, {"w": placement}, mesh), {"w": jnp.zeros((2, 6))}
+    jax.eval_shape(update.directions, weights, update.first(weights).optimizer, weights)
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
         (lambda g, s: s, "Odd.direction returns dict: return the directions and the new slots"),
-        (lambda g, s: ({n: x.sum() for n, x in g.items()}, s), r"directions\['w'\] of the shape \[\] for \[2, 6\]"),
+        (lambda g, s: ({n: x.sum() for n, x in g.items()}, s), r"returns \[\] as the direction w: return \[2, 6\]"),
+        (lambda g, s: ({}, s), "Odd.direction does not return the direction w: "),
         (
             lambda g, s: (g, s | {"mean": {"w": jnp.zeros(())}}),
-            r"\['mean'\]\['w'\] of the shape \[\] for \[2, 6\]",
+            r"float32\[\] as the slot mean.w: return float32\[2, 6\]",
         ),
-        (lambda g, s: (g, {"mean": s["mean"]}), r"slots\['count'\] of the shape nothing for \[\]"),
+        (lambda g, s: (g, s | {"mean": g["w"]}), r"nothing as the slot mean.w: return float32\[2, 6\]"),
+        (lambda g, s: (g, s | {"count": s["count"] + 1.0}), r"float32\[\] as the slot count: return int32\[\]"),
+        (lambda g, s: (g, {"mean": s["mean"]}), "does not return the slot count: return all of count, mean"),
+        (lambda g, s: (g, (s["count"], s["mean"])), "returns its slots as tuple: return a dictionary with count, mean"),
         (lambda g, s: (g, s["variance"]), "Odd.direction reads 'variance', but its slots are .*mean.*SLOTS"),
-        (lambda g, s: (g, s | {"more": s["count"]}), r"slots\['more'\] of the shape \[\] for nothing"),
+        (lambda g, s: (g, s | {"more": s["count"]}), "returns the slot more too: return only count, mean"),
     ],
 )
 def test_directions_of_another_form_are_a_sentence(monkeypatch, change, sentence):
-    monkeypatch.setattr(Odd, "change", staticmethod(change))
-    monkeypatch.setitem(declared.OPTIMIZERS, "odd", OptimizerKind("odd", made=Odd))
-    monkeypatch.setitem(slots.OPTIMIZER_CLASSES, "odd", Odd)
-    mesh, placement = build_mesh(ONE, jax.devices()[:1]), place((2, 6), ("embed", "mlp"), ONE)
-    plan = StepPlan.of(make_config(MODEL, {}, optimizer={"kind": "odd"}), mesh)
-    update = Update.build(plan, {"w": SimpleNamespace(axes=placement.axes, role="matrix")}, {"w": placement}, mesh)
-    weights = {"w": jnp.zeros((2, 6))}
     with pytest.raises(ConfigError, match=sentence):
-        update.directions(weights, update.first(weights).optimizer, weights)
+        trace(monkeypatch, type("Odd", (Odd,), {"change": staticmethod(change)}))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda m, s: m, "OddMatrices.of_matrices returns .*: return the directions and the new slots"),
+        (lambda m, s: (m[0], {"size": s["size"]}), r"float32\[2, 6\] as directions: return float32\[1, 2, 6\]"),
+        (lambda m, s: (m, {}), "of_matrices does not return the slot size: return all of size"),
+        (lambda m, s: (m, s), "of_matrices returns the slot count too: return only size"),
+        (lambda m, s: (m, {"size": s["size"] + m}), r"32\[1, 2, 6\] as the slot size: return float32\[1, 2, 1\]"),
+        (lambda m, s: (m, {"size": s["size"].astype("bfloat16")}), r"bfloat16\[1, 2, 1\] as the slot size: "),
+        (lambda m, s: (m, {"size": s["sizes"]}), "of_matrices reads 'sizes', but its slots are count, size"),
+    ],
+)
+def test_matrices_of_another_form_are_a_sentence(monkeypatch, change, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        trace(monkeypatch, type("OddMatrices", (OddMatrices,), {"of_matrices": lambda self, *given: change(*given)}))
+
+
+@pytest.mark.parametrize(
+    ("base", "given", "sentence"),
+    [
+        (Odd, (Slot("size", (2, 1)),), r"Odd.SLOTS has the slot size of the shape \(2, 1\): .*slots_of_matrices"),
+        (OddMatrices, (COUNT,), "Odd has the slot count twice: rename one"),
+        (OddMatrices, (Slot("mean"),), "Odd.slots_of_matrices has the slot mean of the shape like: .* SLOTS"),
+        (OddMatrices, Slot("size", (2, 1)), r"Odd.slots_of_matrices returns Slot\(.*: return a tuple of Slots"),
+    ],
+)
+def test_slots_of_another_kind_are_a_sentence(monkeypatch, base, given, sentence):
+    method = "slots_of_matrices" if base is OddMatrices else "slots"
+    with pytest.raises(ConfigError, match=sentence):
+        trace(monkeypatch, type("Odd", (base,), {method: lambda self, *sizes: given}))
 
 
 def test_an_optimizer_is_checked_when_it_is_registered():
@@ -255,7 +302,11 @@ def test_an_optimizer_is_checked_when_it_is_registered():
         (Lacking, "Lacking does not define direction"),
         (LackingMatrices, "LackingMatrices does not define of_matrices"),
         (type("Names", (Sgd,), {"SLOTS": ("mean",)}), r"Names.SLOTS is \('mean',\), .*Slot: .*Optimizer"),
-        (Twice, "Twice.SLOTS has mean twice: rename one"),
+        (Twice, "Twice has the slot mean twice: rename one"),
+        (
+            type("Sized", (Sgd,), {"SLOTS": (Slot("size", (2, 1)),)}),
+            r"Sized.SLOTS has the slot size .*\(2, 1\): .*like",
+        ),
         (
             type("Few", (Sgd,), {"direction": lambda self, gradients: None}),
             r"Few.direction .*\(self, gradients, slots\)",
@@ -263,6 +314,15 @@ def test_an_optimizer_is_checked_when_it_is_registered():
     ):
         with pytest.raises(ConfigError, match=sentence):
             register_optimizer(OptimizerKind("test_odd"), optimizer)
+    for keys, sentence in (
+        ({"reads": ("beta1", "beta3")}, "test_odd reads beta3: use beta1, beta2, epsilon"),
+        ({"decides_arrays": ("settings.size",)}, "test_odd depend on settings.size, .*: name one, such as settings"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            register_optimizer(OptimizerKind("test_odd", **keys), Sgd)
     assert "test_odd" not in declared.OPTIMIZERS
+    for shape in ("row", ("rows", 1), (4,), (4, 0), [4, 1]):
+        with pytest.raises(ConfigError, match="the slot size has the shape .*: use like, scalar, or two sizes"):
+            Slot("size", shape)
     with pytest.raises(ConfigError, match="SlotsOfSettings has the slots count, mean, .* fields count, mu"):
         SlotsOfSettings(None).direction({}, {"count": None, "mean": {}})
