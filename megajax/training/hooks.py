@@ -23,10 +23,9 @@ class RunView:
     """A run as its hooks see it: they read it, and act on it only by `log`, `note`, `stop` and `end_with`.
 
     config, program: its settings, mesh and compiled functions; metrics: those of the newest step, still on the devices;
-    sizes: the sequences of each step; stop: asks for a stop with a checkpoint, as a signal does, and with `done=True`,
-    on all processes, the run is complete then, as after its last step; stopping: a stop was requested, so the run saves
-    and ends after this step; end: how the run ends, once that is known; hooks: all, in the order in which they are
-    called.
+    sizes: the sequences of each step; asked_to_stop: a hook of this process has called `stop`; stopping: a stop was
+    requested, so the run saves and ends after this step; end: how the run ends, once that is known; hooks: all, in the
+    order in which they are called.
     """
 
     def __init__(
@@ -40,7 +39,8 @@ class RunView:
         """`step` and `state` give the newest ones; `note` prints a line; `log` takes numbers of a step."""
         self.program, self.config, self.note = program, program.config, note
         self._step, self._state, self._log = step, state, log
-        self.stop: Callable[..., None] = lambda done=False: None
+        self.ask: Callable[[bool], None] = lambda done: None  # what takes the requests of `stop`
+        self.asked_to_stop = False
         self.hooks, self.is_running, self.sizes = list[Hook](), False, BatchSizes.of(program.config)
         self.metrics, self.stopping, self.end = dict[str, jax.Array](), False, cast("StopReason | None", None)
 
@@ -79,6 +79,14 @@ class RunView:
         if not isinstance(values, Mapping) or not all(isinstance(name, str) and name for name in values):
             raise InputError(f'run.log({shown(repr(values))}) has no numbers by name: give {{"NAME": NUMBER, ...}}.')
         self._log(self.step, values)
+
+    def stop(self, done: bool = False) -> None:
+        """Request a stop with a checkpoint, as a signal does; one more step, or a few of several processes, come first.
+
+        `done`, on all processes: the run is complete then, as after its last step.
+        """
+        self.asked_to_stop = True
+        self.ask(done)
 
     def end_with(self, end: StopReason) -> None:
         """End the run without a checkpoint, or let it go back; the first end counts."""

@@ -298,7 +298,7 @@ class Trainer:
                 return DONE
             self._prepare()
             with StopSignals(self.step, deadline(self.config.run.max_minutes, self.start_time)) as stop:
-                self.view.stop = stop.ask
+                self.view.ask = stop.ask
                 while isinstance(end := self._steps(stop), Rollback):
                     self._roll_back(end)
                     stop.go_back(self.step)

@@ -202,7 +202,10 @@ class Stopping(megajax.Hook):
     every = 3
 
     def __init__(self, **how):
-        self.how = how
+        self.how, self.asked = how, []
+
+    def before_step(self, run, batch):
+        self.asked.append(run.asked_to_stop)
 
     def on_step(self, run):
         run.note("that is enough")
@@ -213,11 +216,15 @@ class Stopping(megajax.Hook):
     ("how", "status", "line"), [({}, STOPPED, "stopped on request at step 4"), ({"done": True}, 0, "done: at step 4 ")]
 )
 def test_a_hook_stops_a_run_with_a_checkpoint(build, tmp_path, capsys, how, status, line):
-    trainer = build("run.steps=9", "run.eval_steps=0", hooks=[Stopping(**how)])
+    hook = Stopping(**how)
+    trainer = build("run.steps=9", "run.eval_steps=0", hooks=[hook])
     assert trainer.run() == status and trainer.step == 4  # the step that was asked for ends, and one more
+    assert hook.asked == [False, False, False, True]
     assert complete_steps(tmp_path / "run") == [4]
     printed = capsys.readouterr().out
     assert "that is enough" in printed and line in printed
+    again = build("run.steps=9", "run.eval_steps=0", hooks=[Stopping(**how)])
+    assert again.step == 4 and again.run() == status and again.step == 7  # a run that was stopped goes on
 
 
 class Taken(megajax.Hook):
