@@ -217,9 +217,10 @@ def test_the_extensions_of_the_docs_train(workplace):
     assert is_gated(config.model) and ACTIVATIONS.pop("reglu") and FUNCTIONS.pop("reglu")
 
     of_schedule = ["schedule.kind=steps_down", "schedule.warmup_steps=2", "schedule.decay_steps=10"]
+    of_schedule.append("schedule.settings={falls: 2}")
     config = load_config("my.yaml", ["run.extensions=[my_schedule.py]", "schedule.learning_rate=0.8", *of_schedule])
     rate = make_schedule(config.schedule)
-    assert [float(rate(step)) for step in (1, 2, 4, 5, 7)] == pytest.approx([0.4, 0.8, 0.8, 0.4, 0.2])
+    assert [float(rate(step)) for step in (1, 2, 5, 6, 9, 10, 14)] == pytest.approx([0.4, 0.8, 0.8, 0.4, 0.4, 0.2, 0.2])
     SCHEDULES.pop("steps_down")
 
 

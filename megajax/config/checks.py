@@ -197,6 +197,8 @@ def _check_fp8_layers(config: Config) -> None:
 
 def _check_schedule(config: Config) -> None:
     schedule, decay = config.schedule, "schedule.decay_steps"
+    if schedule.chosen.rate is not None:
+        settings_of(config, schedule.chosen.rate, "schedule")
     tail = schedule.wsd_decay_steps or 0
     if TAIL in schedule.chosen.reads and schedule.warmup_steps + tail > schedule.decay_steps:
         keys = ("schedule.wsd_decay_steps", "schedule.warmup_steps", decay)

@@ -109,8 +109,8 @@ def _import_file(path: Path, setting: str) -> ModuleType:
     return module
 
 
-def settings_of(config: Config, registered: type[Any], section: str) -> Any:
-    """`SECTION.settings` as the `Settings` of the `registered` class. Raises ConfigError for a wrong one."""
+def settings_of(config: Config, registered: Any, section: str) -> Any:
+    """`SECTION.settings` as the `Settings` of what is `registered`. Raises ConfigError for a wrong one."""
     chosen: Any = config
     for name in section.split("."):
         chosen = getattr(chosen, name)
@@ -150,9 +150,9 @@ def _check_names(
 
 def _validated(config: Config, registered: Any, key: str, values: Mapping[str, Any], chosen: str) -> Any | None:
     """The `values` of `key` as the `Settings` of what the key `chosen` names; None if it has none."""
-    settings = getattr(registered, "Settings", None) or Section
+    settings, owner = getattr(registered, "Settings", None) or Section, getattr(registered, "__name__", registered)
     if not (isinstance(settings, type) and issubclass(settings, Section)):
-        problem = f"{registered.__name__}.Settings is no section: derive it from megajax.schema.fields.Section"
+        problem = f"{owner}.Settings is no section: derive it from megajax.schema.fields.Section"
         raise ConfigError(f"{problem}, class Settings(Section).")
     try:
         valid = settings.model_validate(dict(values))
@@ -163,7 +163,7 @@ def _validated(config: Config, registered: Any, key: str, values: Mapping[str, A
     known = [*settings.model_fields]
     own = f"it has {listed(known, 'and')}" if known else "it has none"
     if mistake["type"] == "extra_forbidden":
-        fail(config, f"{key}.{name} is no setting of {registered.__name__}", own, f"{key}.{name}", key)
+        fail(config, f"{key}.{name} is no setting of {owner}", own, f"{key}.{name}", key)
     if mistake["type"] == "missing":
         fail(config, f"{key}.{name} is not set", "add it", chosen)
     problem = f"{key}.{name}={show(mistake['input'])} is wrong: {mistake['msg'][:1].lower()}{mistake['msg'][1:]}"

@@ -1,5 +1,7 @@
 """Learning rate schedules, each with a linear warm-up."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ def make_schedule(config: ScheduleConfig) -> optax.Schedule:
     (warm-up, stable, decay) Hu et al. 2024, inverse_sqrt Vaswani et al. 2017.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
-    after = (config.chosen.rate or AFTER_WARMUP[config.kind])(config)
+    after = (config.chosen.rate or AFTER_WARMUP[config.kind])(*_arguments(config))
     rate = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup]) if warmup else after
     delay = config.delay_steps
     return (lambda step: rate(jnp.maximum(step - delay, 0))) if delay else rate
@@ -30,20 +32,26 @@ def check_schedule(config: ScheduleConfig, steps: int) -> None:
     """
     if (rate := config.chosen.rate) is None:
         return
-    name = f"the schedule {config.kind}"
-    if not accepts(rate, config) or not callable(after := rate(config)) or not accepts(after, 0):
-        raise ConfigError(f"{name} is no function of the section whose result is a function of a step: return one.")
+    name, given = f"the schedule {config.kind}", _arguments(config)
+    if not accepts(rate, *given) or not callable(after := rate(*given)) or not accepts(after, 0):
+        of = "the section and its settings" if len(given) > 1 else "the section"
+        raise ConfigError(f"{name} is no function of {of} whose result is a function of a step: return one.")
     for step in (0, steps):
         try:
             found = np.asarray(jax.jit(after)(jnp.int32(step)))
         except jax.errors.ConcretizationTypeError:
-            raise ConfigError(
-                f"{name} asks for the value of the step in Python: write jnp.where in place of if."
-            ) from None
+            cure = "write jnp.where in place of if, and jnp's functions in place of math's"
+            raise ConfigError(f"{name} asks for the value of the step in Python: {cure}.") from None
         if found.shape or not 0 <= found < np.inf:
             raise ConfigError(
                 f"{name} gives {shown(found)} after {steps if step else 0} steps: return one rate of 0 or more."
             )
+
+
+def _arguments(config: ScheduleConfig) -> list[Any]:
+    """What a function of AFTER_WARMUP or of an extension gets: the section, and settings of its own if it has some."""
+    own = getattr(config.chosen.rate, "Settings", None)
+    return [config] if own is None else [config, own.model_validate(dict(config.settings))]
 
 
 def _linear(config: ScheduleConfig) -> optax.Schedule:

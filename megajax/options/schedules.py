@@ -18,8 +18,9 @@ class LearningRateSchedule:
     name: str  # for `schedule.kind`
     reads: tuple[str, ...] = (LOWEST, DECAY)  # keys besides learning_rate and warmup_steps
     lowest: float = 0.1  # the default of min_learning_rate, as a part of learning_rate
-    # Of an extension: section `schedule` → (steps after the warm-up → learning rate), in jax
-    rate: Callable[[Any], Callable[[Any], Any]] | None = None
+    # Of an extension: section `schedule` → (steps after the warm-up → learning rate), in jax. If it has a class
+    # `Settings`, it is given those of `schedule.settings` too.
+    rate: Callable[..., Callable[[Any], Any]] | None = None
 
 
 COSINE = LearningRateSchedule("cosine")

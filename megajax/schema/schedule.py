@@ -1,12 +1,12 @@
 """The keys of the section `schedule`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from megajax.options.schedules import COSINE, DECAY, LOWEST, SCHEDULES, STYLE, TAIL, LearningRateSchedule
-from megajax.schema.fields import CountOrZero, Positive, PositiveOrZero, Section, Steps, derived
-from megajax.schema.rules import AtMost, ReadIf
+from megajax.schema.fields import CountOrZero, Positive, PositiveOrZero, Registered, Steps, derived
+from megajax.schema.rules import AtMost, Needs, ReadIf
 
 
 def _reads(key: str) -> ReadIf:
@@ -18,13 +18,16 @@ def lowest_rate(kind: str, learning_rate: float) -> float:
     return float(f"{learning_rate * SCHEDULES[kind].lowest:.6g}")
 
 
-class ScheduleConfig(Section):
+class ScheduleConfig(Registered):
     """The learning rate over the steps."""
 
     kind: Annotated[str, SCHEDULES] = Field(
         default=COSINE.name,
         description="Shape after the warm-up; wsd: constant, then a final decay; or one registered by run.extensions.",
     )
+    settings: Annotated[
+        dict[str, Any], Needs("kind", lambda kind: SCHEDULES[kind].rate is not None, what="a registered schedule")
+    ] = Field(default={}, description="Settings of a registered schedule, by name.")
     learning_rate: Positive = Field(default=3e-4, description="Highest learning rate.")
     min_learning_rate: Annotated[PositiveOrZero, _reads(LOWEST), AtMost("learning_rate")] = derived(
         lambda schedule: lowest_rate(schedule["kind"], schedule["learning_rate"]),

@@ -20,9 +20,9 @@ from megajax.checkpoint.description import (
 from megajax.config import Config, ModelConfig, ScheduleConfig
 from megajax.config.sentences import located, value
 from megajax.data.megatron import wanted_samples
-from megajax.errors import InputError, counted
+from megajax.errors import InputError, counted, shown
 from megajax.model.trained import frozen_parts
-from megajax.optim import make_schedule
+from megajax.optim.schedule import AFTER_WARMUP, make_schedule
 from megajax.schema.batch_schedule import BatchSizes, Position, samples_before
 from megajax.schema.data import sources_of
 from megajax.sources import WeightSource
@@ -139,12 +139,21 @@ def warn_of_another_rate(config: Config, saved: Mapping[str, Any], name: str) ->
     """
     if "schedule" not in saved:
         return
-    step = saved["step"]
+    step, given, now = saved["step"], saved["schedule"], config.schedule
     try:
-        before, now = ScheduleConfig.model_validate(saved["schedule"]), config.schedule
+        before = ScheduleConfig.model_validate(given)
+        rates = [np.asarray(make_schedule(schedule)(step + 1)).item() for schedule in (before, now)]
     except ValidationError:
-        raise InputError(f"{name} is damaged (its schedule has no valid keys): remove it.") from None
-    rates = [np.asarray(make_schedule(schedule)(step + 1)).item() for schedule in (before, now)]
+        kind = given.get("kind") if isinstance(given, Mapping) else None
+        if not isinstance(kind, str) or kind in AFTER_WARMUP:
+            raise InputError(f"{name} is damaged (its schedule has no valid keys): remove it.") from None
+        if cluster.current().is_first:
+            problem = f"schedule.kind={shown(kind)} so far, which run.extensions no longer has with its settings"
+            cure = "restore both to keep its learning rate"
+            warnings.warn(
+                f"the learning rate of step {step + 1} follows another schedule, {problem}: {cure}.", stacklevel=2
+            )
+        return
     if math.isclose(*rates, rel_tol=1e-3) or not cluster.current().is_first:
         return
     cure = "restore the section schedule to keep it."

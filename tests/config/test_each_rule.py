@@ -19,6 +19,7 @@ from megajax.options.data_kinds import KINDS, DataKind
 from megajax.options.optimizers import OPTIMIZERS, OptimizerKind
 from megajax.options.registered import OBJECTIVES, OWN_OBJECTIVES
 from megajax.options.registry import Registry
+from megajax.options.schedules import SCHEDULES, LearningRateSchedule
 from megajax.schema.keys import keys
 from megajax.schema.rules import AtMost, Below, Divides, Excludes, MultipleOf, Needs, ReadIf
 from megajax.schema.tree import as_override
@@ -107,7 +108,7 @@ FIELDS = dict(keys())
 
 
 class Mine:
-    """An objective, or an optimizer, of an extension."""
+    """An objective, an optimizer or a schedule of an extension."""
 
 
 @pytest.fixture
@@ -118,6 +119,7 @@ def extensions(monkeypatch: pytest.MonkeyPatch):
 def register(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(KINDS, "mine", DataKind("mine", read=lambda path: ([], [])))
     monkeypatch.setitem(OPTIMIZERS, "mine", OptimizerKind("mine", reads=(), made=Mine))
+    monkeypatch.setitem(SCHEDULES, "mine", LearningRateSchedule("mine", reads=(), rate=Mine))
     monkeypatch.setitem(OBJECTIVES, "mine", Mine)
     for name, trait in {"replaces_head": "REPLACES_HEAD", "reads_teacher": "TEACHER"}.items():
         monkeypatch.setitem(OBJECTIVES, name, type(name, (Mine,), {trait: True}))

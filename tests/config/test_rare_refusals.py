@@ -7,6 +7,7 @@ from megajax.config import LearningRateSchedule, load_config, register_schedule
 from megajax.errors import ConfigError
 from megajax.model import Encoder, register_encoder
 from megajax.options.schedules import SCHEDULES
+from megajax.schema.fields import Section
 from megajax.schema.keys import keys
 
 BASE = """\
@@ -140,6 +141,28 @@ def test_a_schedule_is_checked_when_it_is_registered():
         with pytest.raises(ConfigError, match=sentence):
             register_schedule(schedule)
     assert dict(SCHEDULES) == before
+
+
+class Power:
+    class Settings(Section):
+        power: float
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "sentence"),
+    [
+        ("test_power", "{power: 2, powr: 1}", "schedule.settings.powr is no setting of Power .*: it has power"),
+        ("test_power", "{power: half}", "schedule.settings.power=half is wrong: .*: correct it"),
+        ("test_power", "{}", "schedule.settings.power is not set .*: add it"),
+        ("test_flat", "{power: 2}", "schedule.settings.power is no setting of flat .*: it has none"),
+        ("cosine", "{power: 2}", "schedule.settings=.* needs a registered schedule.*, or remove schedule.settings"),
+    ],
+)
+def test_wrong_settings_of_a_schedule_are_a_sentence(monkeypatch, kind, settings, sentence):
+    for name, rate in (("test_power", Power), ("test_flat", flat)):
+        monkeypatch.setitem(SCHEDULES, name, LearningRateSchedule(name, rate=rate))
+    with pytest.raises(ConfigError, match=sentence):
+        load_config("x.yaml", [f"schedule.kind={kind}", f"schedule.settings={settings}"])
 
 
 @pytest.mark.parametrize("name", ["none", "layers", "encoder"])

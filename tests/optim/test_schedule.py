@@ -10,6 +10,7 @@ from megajax.errors import ConfigError
 from megajax.optim import make_schedule
 from megajax.optim.schedule import check_schedule
 from megajax.options.schedules import SCHEDULES
+from megajax.schema.fields import Section
 
 PEAK, LOW = 1e-3, 1e-4
 
@@ -116,6 +117,24 @@ def test_a_delayed_schedule_begins_at_rate_zero_as_megatrons_does():
     assert rates([1, 2], kind="linear", warmup_steps=0, delay_steps=1)[0] == pytest.approx(PEAK)
 
 
+class Power:
+    class Settings(Section):
+        power: float = 1.0
+
+    def __init__(self, schedule, settings):
+        self.peak, self.power = schedule.learning_rate, settings.power
+
+    def __call__(self, step):
+        return self.peak / (step + 1.0) ** self.power
+
+
+@pytest.mark.parametrize(("settings", "power"), [({}, 1), ({"power": 2}, 2)])
+def test_an_extension_gets_its_settings_and_the_steps_after_the_warm_up(monkeypatch, settings, power):
+    monkeypatch.setitem(SCHEDULES, "test_power", LearningRateSchedule("test_power", rate=Power))
+    found = rates([2, 4, 5, 9], kind="test_power", settings=settings)
+    assert found == pytest.approx([PEAK / 2, PEAK, PEAK / 2**power, PEAK / 6**power], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("rate", "sentence"),
     [
@@ -124,6 +143,8 @@ def test_a_delayed_schedule_begins_at_rate_zero_as_megatrons_does():
         (lambda schedule, steps: lambda step: 1e-3, "is no function of the section"),
         (lambda schedule: lambda: 1e-3, "is no function of the section"),
         (lambda schedule: lambda step: 1e-3 if step < 2 else 0.0, "asks .* in Python: write jnp.where in place of if"),
+        (lambda schedule: lambda step: math.exp(-step), "asks .* in Python: .* jnp's functions in place of math's"),
+        (type("Few", (Power,), {"__init__": lambda self, schedule: None}), "is no function of the section and its set"),
         (lambda schedule: lambda step: jnp.ones(2), r"gives \[1. 1.\] after 0 steps: return one rate of 0 or more"),
         (
             lambda schedule: lambda step: 1e-3 * (9 - step),

@@ -37,7 +37,7 @@ from megajax.options.registry import Registry
 from megajax.schema.data import Denoiser
 from megajax.schema.fields import Section
 from megajax.schema.optimizer import OPTIMIZERS, OptimizerGroup
-from megajax.training.agreement import MUST_AGREE, compared_settings
+from megajax.training.agreement import MUST_AGREE, compared_settings, warn_of_another_rate
 from megajax.training.step import TrainProgram
 
 # Keys, or sections, that a resumed run may change.
@@ -487,6 +487,15 @@ def test_what_is_named_is_let_through_if_the_arrays_of_the_state_stay_the_same(t
         else pytest.raises(InputError, match=f"{key}=.*can't let it through.* {OWNER[key.split('.')[0]]}")
     ):
         refuse_changes(found, mine, "the checkpoint")
+
+
+def test_the_schedule_of_an_extension_that_is_gone_is_no_damage(tiny):
+    config = load_config(tiny, ["data.kind=synthetic"])
+    there = config.schedule.model_dump(mode="json")
+    with pytest.warns(UserWarning, match="of step 4 follows another schedule, schedule.kind=gone .*: restore both"):
+        warn_of_another_rate(config, {"step": 3, "schedule": there | {"kind": "gone", "settings": {"x": 1}}}, "it")
+    with pytest.raises(InputError, match="it is damaged"):
+        warn_of_another_rate(config, {"step": 3, "schedule": there | {"warmup_steps": "x"}}, "it")
 
 
 def test_an_objective_with_parameters_is_compared_with_their_shapes(tiny):
