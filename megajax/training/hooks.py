@@ -1,7 +1,7 @@
 """Hooks: all that happens beside the steps of a run, and what hooks see of the run."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -93,6 +93,17 @@ class RunView:
         self.end = end if self.end is None else self.end
 
 
+def user_hooks(config: Config, given: Iterable["Hook"]) -> list["Hook"]:
+    """Those of `run.hooks` and the `given` ones, which have checked the config. Raises ConfigError or InputError."""
+    if isinstance(given, Hook) or not isinstance(given, Iterable):
+        raise InputError(f"hooks={shown(given)} is no list: give [{shown(type(given).__name__)}(...)].")
+    made = [*(make_hook(config, name) for name in config.run.hooks), *given]
+    for hook in made:
+        check_hook(hook)
+        hook.check(config)
+    return made
+
+
 def make_hook(config: Config, name: str) -> Any:
     """The hook that is registered by `name`, made with its settings, if it has some."""
     make, settings = HOOKS[name].make, settings_of_hook(config, name)
@@ -153,6 +164,9 @@ class Hook:
     """
 
     every = 1  # `on_step` is called after the steps that are multiples of it
+
+    def check(self, config: Config) -> None:
+        """Raise ConfigError for a config with which the hook cannot run; nothing is compiled yet."""
 
     def state_dict(self) -> Any:
         """What checkpoints keep of this hook, as JSON has it; None: nothing. That of process 0 counts."""

@@ -4,7 +4,7 @@ import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,7 +21,7 @@ from megajax.console import DONE, STOPPED
 from megajax.data.describe import describe_data, has_chats
 from megajax.data.epochs import resolve_epochs
 from megajax.data.loader import Split, open_datasets
-from megajax.errors import ConfigError, InputError, shown
+from megajax.errors import ConfigError, InputError
 from megajax.inference.sampling import DEFAULT, Sampling
 from megajax.mesh import build_mesh, device_list
 from megajax.runtime import prepare_environment
@@ -35,15 +35,7 @@ from megajax.training.compiled_steps import CompiledSteps, remove_damaged_progra
 from megajax.training.evaluation import Evaluation, check_best, means
 from megajax.training.exports import Exports
 from megajax.training.gpu_health import GpuHealth
-from megajax.training.hooks import (
-    Hook,
-    RunView,
-    StopReason,
-    check_hook,
-    make_hook,
-    restore_hooks,
-    saved_of_hooks,
-)
+from megajax.training.hooks import Hook, RunView, StopReason, restore_hooks, saved_of_hooks, user_hooks
 from megajax.training.in_memory import StateGenerator, export_weights
 from megajax.training.modalities import Modalities
 from megajax.training.monitoring import Monitoring
@@ -105,6 +97,7 @@ class Trainer:
         if self._exports is not None:
             self._exports.config = config
         check_best(config, self.data)
+        given = user_hooks(config, hooks)
         reports = SaveReports(config, self.console.report)
         self.program = TrainProgram.build(config, build_mesh(sizes, devices))
         if batch_of is None:
@@ -120,9 +113,7 @@ class Trainer:
         self._train_batches: Generator | None = None
         self._compiled = CompiledSteps(self.program, self.console.note)
         self._ahead: deque[jax.Array] = deque()
-        if isinstance(hooks, Hook) or not isinstance(hooks, Iterable):
-            raise InputError(f"hooks={shown(hooks)} is no list: give [{shown(type(hooks).__name__)}(...)].")
-        self._make_hooks([*(make_hook(config, name) for name in config.run.hooks), *hooks])
+        self._make_hooks(given)
         self._resume_point = ResumePoint(self.saver, lambda: self.checkpoints, self.directory.local_saves)
         self._begin()
 
@@ -132,8 +123,6 @@ class Trainer:
         The log is the first: saves and evaluations read the numbers that it has just kept of this step. A save comes
         before the evaluation of its step, whose numbers are added to the checkpoint.
         """
-        for hook in given:
-            check_hook(hook)
         saves = Saves(self.directory, self.save, self.save_locally, self.log, self.watch)
         self.profile, self._norms = Profile(self.view, self._compiled.text), Norms(self.program)
         self._spikes = SpikeCheck(self.config, self.saved, self.monitoring.event)

@@ -280,6 +280,16 @@ def test_mistakes_are_sentences(build, make_config, extension):
         with pytest.raises(ConfigError, match="the hook test_made .* cannot be made: let it take"):
             build("run.hooks=[test_made]")
         del HOOKS["test_made"]
+
+    class Refusing(megajax.Hook):
+        def check(self, config):
+            raise ConfigError(f"no {config.run.steps} steps")
+
+    for name, given in (("[test_check]", []), ("[]", [Refusing()])):
+        megajax.config.register_hook("test_check", Refusing)
+        with pytest.raises(ConfigError, match="no 3 steps"):  # by the constructor, which compiles nothing
+            build("run.steps=3", f"run.hooks={name}", hooks=given)
+        del HOOKS["test_check"]
     with pytest.raises(InputError, match="the hook Misspelt has on_steps, which no run calls: use .*on_step,"):
         build(hooks=[Misspelt()])
 
