@@ -289,7 +289,8 @@ def _described(report: Report) -> str:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "megajax.tools.schedule",
-        description="Draw a pipeline schedule and print its costs. Costs are per microbatch on a whole stage.",
+        description="Draw a pipeline's schedule, not the learning rate's, and print its costs."
+        " Costs are per microbatch on a whole stage.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="a run, whose schedule is drawn")
