@@ -64,7 +64,7 @@ parallelism.expert_tensor_parallel_degree | mesh.experts_over | with tensor in t
 parallelism.pipeline_parallel_split_points, parallelism.pipeline_parallel_first_stage_less_layers,
     parallelism.pipeline_parallel_last_stage_less_layers | pipeline.layout | a list with the number of layers of each
     virtual stage
-parallelism.pipeline_parallel_schedule_csv | pipeline.schedule | or one of run.extensions
+parallelism.pipeline_parallel_schedule_csv | pipeline.schedule
 parallelism.pipeline_parallel_expert_parallel_overlap | communication.overlap_experts
 training.enable_cpu_offload | optimizer.offload | of optimizer state, 1.0 for all; weights stay on the devices
 training.gc_freq, training.gc_debug | | a step is one program, so Python's garbage collector waits for nothing

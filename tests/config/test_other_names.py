@@ -24,6 +24,8 @@ def test_every_row_names_a_key_of_ours_or_says_why_there_is_none():
         assert not KEYS & set(row.names), row
         if equals:
             assert value in type_of(dict(keys())[key]) or value in ("-1", "true", "false"), row
+        if "one of run.extensions" in row.note:
+            assert dict(keys())[key].annotation is str, f"{row} takes the built-in ones only"
 
 
 def test_a_name_has_one_row_of_its_framework_and_a_counterpart_is_not_called_missing():
