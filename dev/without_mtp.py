@@ -25,7 +25,7 @@ EDITS = (
     ("step/graph.py", r"from megajax\.step\.mtp import MultiTokenPrediction\n", ""),
     ("step/graph.py", r"WITH_BLOCKS = \(MultiTokenPrediction,\)", "WITH_BLOCKS = ()"),
     ("schema/model.py", r"    mtp_layers: (.|\n)*?(?=    num_experts: )", ""),
-    ("config/other_names.py", r"mtp_num_layers \|(.|\n)*?mtp_loss_scaling_factor .*\n", ""),
+    ("config/maxtext_names.py", r"mtp_num_layers \|(.|\n)*?mtp_loss_scaling_factor .*\n", ""),
     ("config/megatron_names.py", r"mtp-num-layers (.|\n)*?mtp-loss-scaling-factor .*\n", ""),
 )
 # Tests whose models have modules

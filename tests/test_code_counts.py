@@ -2,10 +2,14 @@
 
 import ast
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from dev import without_mtp
 from dev.code_counts import repeated_classes
 
 ROOT = Path(__file__).parents[1]
@@ -48,3 +52,12 @@ def test_the_files_that_comments_and_docs_name_exist():
     assert len(named) > 60
     missing = {(page, name) for page, name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)}
     assert not missing
+
+
+def test_multi_token_prediction_can_still_be_deleted(tmp_path):
+    """Its files, the lines that register them and its keys; configs of a copy without it load."""
+    for name in ("megajax", "configs"):
+        shutil.copytree(without_mtp.ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    without_mtp.delete(tmp_path)
+    program = "from megajax.config import load_config; load_config('configs/llama3_1b.yaml')"
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=without_mtp.environment(tmp_path), check=True)

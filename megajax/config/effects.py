@@ -24,6 +24,7 @@ COMPARED_ON_RESUME = (
     "lora.rank",
     "lora.alpha",
     "lora.targets",
+    "objective.kind",
     *(f"data.{name}" for name in ("kind", "train", "stages", "split", "order", "train_samples")),
     *(f"data.{name}" for name in ("tokenizer", "text_key", "end_of_document", "begin_of_document")),
     *(f"data.{name}" for name in ("chat_template", "chat_template_args", "packing", "too_long")),

@@ -80,7 +80,6 @@ class EncoderConfig(Registered):
         Needs("num_layers", of=LAYERS),
         Needs("sequence_length", of=LAYERS),
         Excludes("model.num_experts", of=LAYERS, because="its layers have none"),
-        Excludes("model.mtp_layers", of=LAYERS, because="the modules do not read its stream"),
         Excludes("model.kv_lora_rank", of=LAYERS, because="cross-attention has keys and values of its own"),
         Excludes("model.position", "learned", of=LAYERS, because="the table has the decoder's positions only"),
         Excludes("model.causal", False, of=LAYERS, because="its decoder is causal"),
@@ -178,7 +177,6 @@ class ModelConfig(Section):
         Excludes("attention_sinks", of=RELATIVE, because=NO_BIAS),
         Excludes("attention_softcap", of=RELATIVE, because=NO_BIAS),
         Excludes("qk_clip", of=RELATIVE, because=NO_BIAS),
-        Excludes("mtp_layers", of=RELATIVE, because="the modules read no bias of the scores"),
         Excludes("communication.context", _without_bias, of=RELATIVE, cure="use all_to_all or all_gather"),
         Excludes("kernels.attention", ("pallas", "triton"), of=RELATIVE, cure="use kernels.attention=auto"),
     ] = Field(
@@ -291,7 +289,6 @@ class ModelConfig(Section):
         Excludes("sliding_window", because="a prefix is seen whole"),
         Excludes("position", RELATIVE, because="its biases are those of tokens before"),
         Excludes("model.encoder.kind", because="the encoder is for what comes first"),
-        Excludes("mtp_layers", because="the modules would predict tokens that a prefix shows"),
         Excludes("teacher.model", because="a teacher has no prefix"),
     ] = Field(
         default=False,
@@ -326,7 +323,7 @@ class ModelConfig(Section):
         " moe_layer_interval.",
     )
     tie_embeddings: bool = Field(default=False, description="Use the embedding table, transposed, as the output head.")
-    scale_head: Annotated[bool, Excludes("mtp_layers", because="the modules' heads are not scaled")] = Field(
+    scale_head: bool = Field(
         default=False, description="Divide the head's input by sqrt(hidden_size), as T5 does with a tied head."
     )
     head_bias: Annotated[bool, WITHOUT_ENCODER] = Field(default=False, description="A bias of the output logits.")
@@ -365,6 +362,11 @@ class ModelConfig(Section):
         Excludes("objective.kind", replaces_head, because="it has parameters in place of the head"),
         Excludes("objective.kind", MASKED_TOKENS, because="the modules predict the tokens that follow"),
         *(Excludes(key, because="the modules have parts of their own") for key in BEFORE_OR_AFTER_LAYERS),
+        Excludes("scale_head", because="the modules' heads are not scaled"),
+        Excludes("position", RELATIVE, because="the modules read no bias of the scores"),
+        Excludes("prefix_lm", because="the modules would predict tokens that a prefix shows"),
+        Excludes("model.encoder.kind", LAYERS, because="the modules do not read its stream"),
+        Excludes("vision", because="the modules read tokens only"),
         Excludes(
             "lora.rank",
             because="adapters are of the model's layers only",
@@ -414,7 +416,6 @@ class ModelConfig(Section):
     vision: Annotated[
         VisionConfig | None,
         Excludes("model.encoder.kind", because="a model has one of them"),
-        Excludes("mtp_layers", because="the modules read tokens only"),
         Excludes("mup_base_width", because="the tower has a width of its own"),
         Excludes("causal", False, because="images are for causal models"),
         Excludes("teacher.model", because="a teacher reads tokens only"),

@@ -42,9 +42,10 @@ class LossWatch:
     """Examines the loss of every step, not only of logged ones; the losses stay on the devices until `examine`.
 
     A spike is a loss above `run.spike_factor` times the median of the last `run.spike_window` good steps, those whose
-    loss and gradient were finite. The median hardly depends on single spikes, and includes them: so after a lasting
-    rise, such as at other data, the steps are spikes for half a window, and not for ever. Before the window is full
-    nothing is a spike. Losses are equal on all processes, and so are the decisions.
+    loss and gradient were finite; of a negative median, above it by as much as of a positive one of its size. The
+    median hardly depends on single spikes, and includes them: so after a lasting rise, such as at other data, the steps
+    are spikes for half a window, and not for ever. Before the window is full nothing is a spike. Losses are equal on
+    all processes, and so are the decisions.
 
     Without `run.spike_factor` and `run.max_rollbacks` nothing is kept and nothing is found.
     """
@@ -95,10 +96,15 @@ class LossWatch:
         full = len(self._last) == run.spike_window
         median = statistics.median(self._last) if full else math.inf
         self._last.append(value)
-        if run.spike_factor is None or value <= run.spike_factor * median:
+        if run.spike_factor is None or value <= _bound(run.spike_factor, median):
             return None
         self.spikes += 1
         return BadStep(step, value, median)
+
+
+def _bound(factor: float, median: float) -> float:
+    """The largest loss that is no spike: `factor` times the median if that is positive."""
+    return median + (factor - 1) * abs(median)
 
 
 def explain_nonfinite(in_row: int, config: Config, newest: int | None) -> str:
@@ -118,8 +124,9 @@ def explain(found: list[BadStep], config: Config) -> str:
     if median is None:
         count = run.max_nonfinite_steps + 1
         return f"{counted(count, 'step')} in a row, up to step {step}, had a loss or gradient that is not finite"
+    assert run.spike_factor is not None
     more = f"; {len(found) - 1} more up to step {found[-1].step}" if len(found) > 1 else ""
     return (
-        f"loss spike at step {step}: {loss:.4f} is more than run.spike_factor={run.spike_factor:g} times "
-        f"{median:.4f}, the median of the last {run.spike_window} steps{more}"
+        f"loss spike at step {step}: {loss:.4f} is above {_bound(run.spike_factor, median):.4f}, the bound of "
+        f"run.spike_factor={run.spike_factor:g} and the median {median:.4f} of the last {run.spike_window} steps{more}"
     )

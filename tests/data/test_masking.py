@@ -145,7 +145,6 @@ def test_settings_that_do_not_fit_are_sentences(config_of):
         ({"masking": {"masked": 0.9, "random": 0.2}}, "masking.masked=0.9 .*masking.random=0.2 .*together more than 1"),
         ({"fim_rate": 0.5}, "objective.kind=masked_tokens .*cannot be combined with data.fim_rate=0.5"),
         ({"mask_end_of_document_loss": True}, "objective.kind=masked_tokens .*data.mask_end_of_document_loss=true"),
-        ({"model": {"mtp_layers": 1}}, "model.mtp_layers=1 .*cannot be combined with objective.kind=masked_tokens"),
     ):
         with pytest.raises(ConfigError, match=problem):
             check(config_of(**arguments))

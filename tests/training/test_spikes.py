@@ -30,6 +30,14 @@ def metrics(loss, in_row=0):
     return {"loss": np.float32(loss), "skipped_in_row": np.int32(in_row)}
 
 
+def test_a_loss_below_zero_is_a_spike_if_it_is_as_far_above_the_median_as_one_above_zero(make_config):
+    """Objectives of one's own have such losses: 1.5 times -4 is below all of them."""
+    watch = LossWatch(make_config("run.spike_factor=1.5", "run.spike_window=3"))
+    for step, loss in enumerate((-4.0, -4.1, -3.9, -2.1, -1.9, -4.0), start=1):
+        watch.keep(step, metrics(loss))
+    assert [(bad.step, bad.median) for bad in watch.examine(6)] == [(5, pytest.approx(-3.9))]
+
+
 def test_spikes_are_those_of_numpy_whatever_steps_are_logged_and_after_a_restart(make_config):
     config = make_config("run.spike_factor=1.5", "run.spike_window=5")
     random = np.random.default_rng(0)
@@ -72,7 +80,7 @@ def test_a_save_between_log_points_examines_the_steps_that_wait(make_config):
     watch = LossWatch(make_config("run.spike_factor=1.5", "run.spike_window=2"))
     for step, loss in enumerate([3, 3, 9], start=1):
         watch.keep(step, metrics(loss))
-    with pytest.warns(UserWarning, match="loss spike at step 3: 9.0000 is more than .*the last 2 steps.$"):
+    with pytest.warns(UserWarning, match="loss spike at step 3: 9.0000 is above 4.5000.*=1.5 .*the last 2 steps.$"):
         assert watch.saved(3) == {"losses": {"last": [3, 9], "spikes": 1}}
 
 
