@@ -129,6 +129,7 @@ class MatrixOptimizer(Optimizer):
     come to one device each, for `of_matrices`.
     """
 
+    # Without slots of matrices alone:
     turns = False  # whether matrices are turned, so that R ≤ C
     per_head = False  # whether each head of queries, keys and values is a matrix by itself
 

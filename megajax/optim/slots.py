@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from megajax.errors import ConfigError
 from megajax.optim.adamw import AdamW
 from megajax.optim.ademamix import Ademamix
 from megajax.optim.blocks import random_bits
@@ -125,7 +126,12 @@ class OptimizerSlots:
         matrices = {name: placements[name] for name, parameter in declared.items() if parameter.muon}
         layouts = {name: MatrixLayout.of(p, plan.sizes, made.per_head, made.turns) for name, p in matrices.items()}
         for layout in layouts.values():
-            check_slots(type(made), made.slots(), made.slots_of_matrices(layout.inputs, layout.outputs))
+            check_slots(type(made), made.slots(), own := made.slots_of_matrices(layout.inputs, layout.outputs))
+            if own and (made.turns or made.per_head):
+                problem = (
+                    f"{type(made).__name__} has turns or per_head, and slots_of_matrices, which are of whole matrices"
+                )
+                raise ConfigError(f"{problem} as they are stored: leave out turns and per_head, or these slots.")
         left_to_adamw = {name: placement for name, placement in trained.items() if name not in matrices}
         members = Member(kind, made, matrices, layouts), Member(ADAMW, AdamW(plan), left_to_adamw, {})
         return cls(plan, roles, members)

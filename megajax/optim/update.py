@@ -230,13 +230,14 @@ def _pair(method: str, returned: Any) -> tuple[Any, Any]:
 
 def _check_returned(method: str, noun: str, given: Slots, new: Any, form: Callable[[Any], str] = array_form) -> None:
     """Raise ConfigError unless `new` has the names of `given`, with arrays of the same `form`: dtype and shape."""
-    names = shown(", ".join(given)) or "nothing"
+    names = shown(", ".join(given) or "nothing")
     if not isinstance(new, dict):
         raise ConfigError(f"{method} returns its {noun}s as {type(new).__name__}: return a dictionary with {names}.")
     if missing := [name for name in given if name not in new]:
         raise ConfigError(f"{method} does not return the {noun} {missing[0]}: return all of {names}.")
     if more := [name for name in new if name not in given]:
-        raise ConfigError(f"{method} returns the {noun} {more[0]} too: return only {names}.")
+        cure = f"return only {names}" if given else f"return no {noun}s, {{}}"
+        raise ConfigError(f"{method} returns the {noun} {more[0]} too: {cure}.")
     before, after = (
         {keystr(path, simple=True, separator="."): form(x) for path, x in jax.tree.leaves_with_path(tree)}
         for tree in (given, new)

@@ -257,18 +257,28 @@ def test_matrices_of_another_form_are_a_sentence(monkeypatch, change, sentence):
 
 
 @pytest.mark.parametrize(
-    ("base", "given", "sentence"),
+    ("base", "own", "sentence"),
     [
-        (Odd, (Slot("size", (2, 1)),), r"Odd.SLOTS has the slot size of the shape \(2, 1\): .*slots_of_matrices"),
-        (OddMatrices, (COUNT,), "Odd has the slot count twice: rename one"),
-        (OddMatrices, (Slot("mean"),), "Odd.slots_of_matrices has the slot mean of the shape like: .* SLOTS"),
-        (OddMatrices, Slot("size", (2, 1)), r"Odd.slots_of_matrices returns Slot\(.*: return a tuple of Slots"),
+        (
+            Odd,
+            {"slots": (Slot("size", (2, 1)),)},
+            r"Odd.SLOTS has the slot size of the shape \(2, 1\): .*slots_of_matrices",
+        ),
+        (OddMatrices, {"slots_of_matrices": (COUNT,)}, "Odd has the slot count twice: rename one"),
+        (OddMatrices, {"slots_of_matrices": (Slot("mean"),)}, "slots_of_matrices has the slot mean .* like: .* SLOTS"),
+        (
+            OddMatrices,
+            {"slots_of_matrices": Slot("size", (2, 1))},
+            r"slots_of_matrices returns Slot\(.*: .* tuple of Slots",
+        ),
+        (OddMatrices, {"turns": True}, "Odd has turns or per_head, and slots_of_matrices, .*: leave out"),
+        (OddMatrices, {"per_head": True}, "Odd has turns or per_head, and slots_of_matrices, .*: leave out"),
     ],
 )
-def test_slots_of_another_kind_are_a_sentence(monkeypatch, base, given, sentence):
-    method = "slots_of_matrices" if base is OddMatrices else "slots"
+def test_slots_of_another_kind_are_a_sentence(monkeypatch, base, own, sentence):
+    own = {name: x if x is True else lambda self, *sizes, x=x: x for name, x in own.items()}
     with pytest.raises(ConfigError, match=sentence):
-        trace(monkeypatch, type("Odd", (base,), {method: lambda self, *sizes: given}))
+        trace(monkeypatch, type("Odd", (base,), own))
 
 
 def test_an_optimizer_is_checked_when_it_is_registered():
