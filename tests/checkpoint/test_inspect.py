@@ -1,5 +1,8 @@
 """The table of a run's checkpoints, and damage that it finds."""
 
+import os
+import time
+
 import jax
 import pytest
 
@@ -37,11 +40,22 @@ def run_dir(tmp_path):
     return tmp_path / "run"
 
 
-def test_the_table_names_mesh_sizes_and_damage_and_one_step_its_arrays(run_dir, capsys):
+@pytest.fixture
+def in_india(monkeypatch):
+    """Five and a half hours before UTC."""
+    with monkeypatch.context() as patched:
+        patched.setenv("TZ", "IST-5:30")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+def test_the_table_names_mesh_sizes_and_damage_and_one_step_its_arrays(run_dir, capsys, in_india):
+    os.utime(run_dir / "checkpoints" / "3", (1_700_000_000, 1_700_000_000))  # 2023-11-14 22:13:20 UTC
     assert inspect.main([str(run_dir)]) == 0
     titles, first, last = capsys.readouterr().out.splitlines()
     assert titles.split()[:2] == ["step", "saved"]
-    assert first.startswith("0 ") and last.startswith("3 ")
+    assert first.startswith("0 ") and last.startswith("3     2023-11-15 03:43:20  "), "in the user's time"
     # FP32 parameters and two moments of 16 bits: embedding and head 2·32·8, attention 4·8·8, MLP 3·8·16, norms 3·8; and
     # scalars.
     numbers = 2 * 32 * 8 + 4 * 8 * 8 + 3 * 8 * 16 + 3 * 8
