@@ -379,7 +379,11 @@ def test_what_upcycling_does_not_copy_exactly_is_refused_or_said():
 
 @pytest.mark.parametrize(
     ("length", "flag"),
-    [("--train-iters 100", "--lr-decay-samples 9"), ("--train-samples 1600", "--lr-warmup-iters 9")],
+    [
+        ("--train-iters 100", "--lr-decay-samples 9"),
+        ("--train-samples 1600", "--lr-warmup-iters 9"),
+        ("--train-iters 100", "--lr-wsd-decay-samples 9"),
+    ],
 )
 def test_a_schedule_in_the_other_unit_is_refused_with_both_flags(length, flag):
     with pytest.raises(InputError, match=f"{flag} does not go with {length.split()[0]} "):
