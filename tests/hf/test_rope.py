@@ -47,6 +47,22 @@ CONFIGS = {
             }
         },
     ),
+    "longrope by its name in the first Phi-3 folders": (
+        {
+            "max_position_embeddings": 256,
+            "original_max_position_embeddings": 64,
+            "rope_scaling": {"type": "su", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]},
+        },
+        {
+            "rope_scaling": {
+                "kind": "longrope",
+                "factor": 4.0,
+                "original_max_positions": 64,
+                "short_factors": [1.0, 2.0],
+                "long_factors": [3.0, 4.0],
+            }
+        },
+    ),
     "both layouts: the older counts, with its base": (
         {
             "rope_scaling": {"type": "linear", "factor": 2.0},
