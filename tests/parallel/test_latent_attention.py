@@ -95,6 +95,18 @@ def test_a_token_sees_the_last_one_only_if_attention_is_to_both_sides(causal):
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, (0.1 * 0.7 * math.log(40) + 1) ** 2 / math.sqrt(16)), (0.3, 0.3)],  # of DeepSeek's code; as it is set
+)
+def test_yarn_changes_the_scale_of_scores_unless_it_is_set(given, expected):
+    scaling = {"kind": "yarn", "factor": 40.0, "original_max_positions": 64, "mscale": 0.7, "mscale_all_dim": 0.7}
+    widths = {"qk_nope_head_dim": 12, "qk_rope_head_dim": 4}
+    settings = LATENT_MODELS["dense"] | widths | {"rope_scaling": scaling, "attention_scale": given}
+    attention = Block(ModelConfig.model_validate(settings), "dense").parts["attention"]
+    assert attention.score_scale() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
     ("change", "sentence"),
     [
         ({"v_head_dim": None}, r"model.kv_lora_rank=12 needs model.v_head_dim .*: set model.v_head_dim=128"),
