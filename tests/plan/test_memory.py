@@ -397,6 +397,22 @@ def test_a_tower_with_features_of_its_layers_keeps_their_inputs_and_gives_more_s
     assert of_layers[1] - of_layers[0] == of_layers[2] - of_layers[1] == more
 
 
+def test_a_frozen_tower_keeps_its_output_and_in_a_pipeline_the_image_embeddings_of_all_microbatches():
+    tower = {"image_token": 9, "num_layers": 3, "hidden_size": 32, "num_heads": 2, "ffn_hidden_size": 32}
+    tower |= {"patch_size": 2, "patches_per_row": 64, "merge": 2}
+    frozen = {"groups": [{"parameters": ["vision.*"], "learning_rate": 0}]}
+    output, embeddings = 2 * 64 * 32, 2 * 64 // 4 * 64  # of a row, in BF16
+    for stages, held in ((1, 1), (2, 4)):
+        plan = plan_of(
+            stages,
+            model={"vision": tower},
+            optimizer=frozen,
+            batch={"num_microbatches": 4},
+            mesh={"pipeline": stages},
+        )
+        assert kept_before(plan) == output + held * embeddings
+
+
 def test_stages_keep_their_share_of_an_encoders_microbatches_rounded_up_and_the_streams_of_all():
     encoder = {"encoder": {"kind": "layers", "num_layers": 2, "sequence_length": 16}}
     one = kept_before(plan_of(model=encoder, batch={"global_size": 1}))
