@@ -566,16 +566,20 @@ def test_a_plan_defers_weight_gradients_where_its_schedule_does(kind, stages):
 
 def test_a_stored_state_is_that_of_its_config_and_not_of_an_earlier_one():
     import_extensions(["docs/examples/distillation.py"])
-    teacher = {"model": {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "vocab_size": V}}
+    teacher = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "vocab_size": V}
     found = set()
     for sections in (
         {},
         {"optimizer": {"state": "int8"}},
         {"model": {"tie_embeddings": True}},
-        {"objective": {"kind": "distillation", "settings": {}}, "teacher": teacher},
+        *(
+            {"objective": {"kind": "distillation", "settings": {}}, "teacher": {"model": teacher | {"num_layers": L}}}
+            for L in (1, 2)
+        ),
+        *({"mesh": {"pipeline": 2}, "pipeline": {"layout": layout}} for layout in ([2, 2], [1, 3])),
     ):
-        candidate = make("experts", 2, **({"mesh": {"fsdp": 2}} | sections))
+        candidate = make("experts", 2, **({"mesh": {"fsdp": 2}, "batch": {"num_microbatches": 2}} | sections))
         slots = OptimizerSlots.of(candidate.plan, candidate.plan.trained, candidate.plan.placements)
         assert candidate.storage.bytes == sum(state_bytes(candidate.plan, slots)[:2])
         found.add(candidate.storage.bytes)
-    assert len(found) == 4
+    assert len(found) == 7
