@@ -35,6 +35,7 @@ from megajax.inference.generation import check_decoding
 from megajax.mesh import build_mesh
 from megajax.model import Transformer, parameters
 from megajax.sharding import place_all, stored_rows, unpadded_spec
+from megajax.sources import find_source
 from megajax.training.loop import Trainer
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram
@@ -107,9 +108,11 @@ def visible(directory: Path) -> set[str]:
 
 def test_an_import_computes_in_the_dtype_of_the_folder_by_either_name(with_tokenizer, tmp_path):
     folder = with_tokenizer("tiny_mixtral")
-    for names in ({"dtype": "float32", "torch_dtype": None}, {"dtype": None, "torch_dtype": "float32"}):
-        change_json(folder / "config.json", **names)
-        assert importing._config(folder, tmp_path / "run").precision.compute == "float32", names
+    for dtype in ("float32", "bfloat16"):
+        for names in ({"dtype": dtype, "torch_dtype": None}, {"dtype": None, "torch_dtype": dtype}):
+            change_json(folder / "config.json", **names)
+            assert importing._config(folder, tmp_path / "run").precision.compute == dtype, names
+            assert find_source(folder, "FOLDER").config().precision.compute == dtype, names  # its use without a run
 
 
 def test_an_imported_run_has_the_weights_generates_and_starts_another_run(with_tokenizer, tmp_path, capsys):
