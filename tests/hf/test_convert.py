@@ -30,6 +30,7 @@ from megajax.mesh import AXES, build_mesh
 from megajax.model import Transformer, parameters
 from megajax.model.block import layer_state, state_by_name
 from megajax.schema.checkpoint import CheckpointConfig
+from megajax.training.agreement import warn_of_longer_sequences
 from megajax.training.saving import StateSaver
 from megajax.training.step import TrainProgram
 
@@ -469,6 +470,26 @@ def test_weights_may_start_a_model_with_a_longer_context_if_the_change_is_named(
         InputError, match=r"qk_norm=false, but this run has true \(checkpoint.allow_changes can't let it"
     ):
         read(folder, other)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "sentence"),
+    [
+        (None, "set batch.sequence_length=512 or less, or model.rope_scaling='{kind: yarn, factor: 3, original_max_po"),
+        ({"rope_type": "linear", "factor": 2.0}, "or a larger model.rope_scaling.factor with"),
+        ({"rope_type": "dynamic", "factor": 2.0}, None),  # it grows with the sequence
+    ],
+)
+def test_sequences_beyond_the_positions_of_a_folder_are_a_warning_with_the_scaling_to_set(unpack, scaling, sentence):
+    path = unpack("tiny_llama") / "config.json"
+    rope = {"rope_theta": 1e4, "rope_parameters": None, "rope_scaling": scaling, "max_position_embeddings": 512}
+    path.write_text(json.dumps(json.loads(path.read_text()) | rope))
+    config = config_for(read_model(path.parent))
+    config = config.model_copy(update={"batch": config.batch.model_copy(update={"sequence_length": 1025})})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_longer_sequences(config, sources.find_source(path.parent, "FOLDER"), config.model)
+    assert len(caught) == (sentence is not None) and all(sentence in str(each.message) for each in caught)
 
 
 @pytest.mark.smoke
