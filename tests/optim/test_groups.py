@@ -91,6 +91,12 @@ def test_rates_and_decay_of_groups_and_layers(mesh):
     assert_equal(updated(config, gradients), expected(config, gradients, rate, decay))
 
 
+def test_learned_positions_are_as_far_from_the_output_as_tokens():
+    program = build(make(model=LLAMA | {"position": "learned"}, optimizer={"layer_decay": 0.5}))
+    found = rates(program.plan, program.plan.declared, program.update.slots)
+    assert found["embedding.positions"] == found["embedding.tokens"] == 0.5 ** (LAYERS + 1)
+
+
 def test_a_group_is_clipped_to_its_own_norm_and_the_others_together():
     groups = [{"parameters": ["*.attention.*"], "clip_norm": 2.0}, {"parameters": ["head"], "clip_norm": 0.0}]
     groups += [{"parameters": ["*.mlp.*"], "learning_rate": 2.0}]  # clipped with those of no group
