@@ -101,21 +101,26 @@ def test_the_weights_of_a_state_are_those_of_its_checkpoint(build, tmp_path, kin
         assert {d for w in jax.tree.leaves(moved.model.weights) for d in w.devices()} == {*jax.devices()[:2]}
 
 
+@pytest.mark.parametrize("pattern", ["dense", "mlp,dense"])
 @pytest.mark.parametrize("stages", [(2, 3), (3, 2)], ids=str)
-def test_each_layer_of_a_pipeline_is_exported_under_its_own_number(make_config, stages):
+def test_each_layer_of_a_pipeline_is_exported_under_its_own_number(make_config, stages, pattern):
     """With an order of the stored layers that is not its own inverse; layer l is filled with l."""
     pipeline, rounds = stages
-    overrides = (f"mesh.pipeline={pipeline}", f"pipeline.virtual_stages={rounds}", "model.num_layers=6")
+    every = len(pattern.split(","))  # the last of these many layers is `dense`
+    layers = range(every - 1, 6 * every, every)
+    overrides = (f"mesh.pipeline={pipeline}", f"pipeline.virtual_stages={rounds}", f"model.num_layers={6 * every}")
+    overrides += (f"model.block_pattern=[{pattern}]",)
     config = make_config("data.kind=synthetic", *overrides, f"batch.num_microbatches={pipeline}", "batch.global_size=6")
     mesh = megajax.build_mesh({"pipeline": pipeline}, jax.devices()[:pipeline])
     program, norm = TrainProgram.build(config, mesh), "blocks.dense.attention.norm"
     order = program.placements[norm].layers
-    assert sorted(order) == [*range(6)] and [order[layer] for layer in order] != [*range(6)]
+    rows = [layers.index(layer) for layer in order]
+    assert sorted(rows) == [*range(6)] and [rows[row] for row in rows] != [*range(6)]
     state = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), program.abstract_state)
     stored = np.broadcast_to(np.float32(order)[:, None], state.params[norm].shape)
     filled = {norm: jax.device_put(stored, state.params[norm].sharding)}
     with StateSource(program, replace(state, params=state.params | filled)).open(config.model) as weights:
-        assert [set(weights[norm][(layer,)].tolist()) for layer in range(6)] == [{layer} for layer in range(6)]
+        assert [set(weights[norm][(row,)].tolist()) for row in range(6)] == [{layer} for layer in layers]
 
 
 @pytest.mark.long
