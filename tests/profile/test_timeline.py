@@ -1,5 +1,6 @@
 """Traces of made-up GPUs: exposed time, waiting, gaps and bubbles worked out by hand."""
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -83,6 +84,17 @@ def test_devices_are_in_the_order_of_their_numbers():
     names = [f"GPU {number}" for number in range(12)]
     found = trace.by_device(trace.Kernel(name, "add", "", "", 0.0, 1.0) for name in sorted(names))
     assert [*found] == names
+
+
+def test_of_several_traces_the_newest_of_each_host_is_read(tmp_path):
+    """By their times: a clock that was set back, or a folder that was copied, has other names."""
+    written = [("2026_02", "b"), ("2026_03", "a"), ("2026_01", "a")]
+    for seconds, (folder, host) in enumerate(written, 1000):
+        (tmp_path / folder).mkdir()
+        path = tmp_path / folder / f"{host}.xplane.pb"
+        path.touch()
+        os.utime(path, (seconds, seconds))
+    assert trace.newest(tmp_path) == [tmp_path / "2026_01/a.xplane.pb", tmp_path / "2026_02/b.xplane.pb"]
 
 
 def test_a_step_is_divided_into_work_exposed_collectives_and_gaps(kernels, reading):
