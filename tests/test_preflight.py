@@ -81,7 +81,14 @@ def test_a_collective_is_what_its_row_says(operation):
 
 def test_rates_count_the_bytes_that_a_device_sends():
     group = DeviceGroup("within a host (4)", "a", jax.devices()[:4])
-    rates = [sample.rate for sample in measurements.link_rates([group], 2, lambda *_: 0.5)]
+    buffers = []
+
+    def timed(_, argument):
+        buffers.append(argument.addressable_shards[0].data.nbytes)
+        return 0.5
+
+    rates = [sample.rate for sample in measurements.link_rates([group], 2, timed)]
+    assert buffers == [2 * 2**20, 2 * 2**20 / 4, 2 * 2**20]  # an all-gather makes the whole of them
     assert rates == pytest.approx([2 * 1.5 * 2**20 * 2e-9, 1.5 * 2**20 * 2e-9, 1.5 * 2**20 * 2e-9])
     assert measurements.matmul_rates("a", 100, lambda *_: 1e-3)[7].rate == pytest.approx(2 * 100**3 / 1e-3 / 1e12)
 
