@@ -182,3 +182,16 @@ def test_a_schedule_too_long_for_legible_boxes_is_shown_by_one_period():
     assert f"{schedule.ticks} ticks" in picture
     assert f"shown: ticks {min(ticks)} to {max(ticks)}, one period" in picture
     assert "one period" not in svg(make_schedule("1f1b", 4, 8, 2), Costs())
+
+
+def test_a_period_of_one_operation_a_tick_has_a_forward_and_a_whole_backward_operation_for_each_stage():
+    """As many of them as there are stages; a backward operation has two parts."""
+    parts = {"forward": 1, "backward": 2}
+    schedule = make_schedule("1f1b", 4, 1000, parts_per_backward=parts["backward"])
+    picture = ElementTree.fromstring(svg(schedule, Costs()))
+    drawn = Counter(
+        (node.get("class"), node.findtext(f"{SVG}title", "").partition(", tick")[0].rpartition(" ")[2])
+        for node in picture.iter()
+        if node.get("class") in parts
+    )
+    assert drawn == {(kind, str(stage)): 4 * count for kind, count in parts.items() for stage in range(4)}
