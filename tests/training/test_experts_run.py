@@ -183,6 +183,8 @@ def test_a_long_run_is_drawn_in_as_many_columns_as_fit():
     # Below the columns as many of their first steps as do not touch each other.
     named = [(x, text_width(name) / 2) for name, x in texts.items() if name.isdecimal() and int(name) % 10 == 0]
     assert len(named) > 9 and all(x + half < next - more for (x, half), (next, more) in itertools.pairwise(named))
+    middles = {str(step): x + width / 2 for step, (x, width) in zip(steps[::3], sides, strict=True)}
+    assert all(texts[name] == middles[name] for name in texts if name in middles) and {"10", "40"} & {*texts}
 
 
 def test_small_differences_of_load_stay_light():
