@@ -167,6 +167,10 @@ def test_problems_of_gpus_are_reported_once(warnings_of):
     assert [line.partition(": GPU-a ")[2] for line in xids] == ["reported Xid 31", "reported Xid 79"]
     assert ecc.endswith("GPU-b has had 2 uncorrected memory errors (ECC) since the driver started")
     assert not read()
+    nvml.ecc["GPU-b"] = 5
+    (more,) = read()
+    assert more.endswith("GPU-b has had 5 uncorrected memory errors (ECC) since the driver started")
+    assert not read()
 
 
 def test_without_the_package_a_line_says_so(warnings_of, capsys):
