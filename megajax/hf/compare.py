@@ -47,7 +47,7 @@ class TensorDifference:
         self.unequal += int(((rounded != theirs) & ~both_nan).sum())
         with np.errstate(invalid="ignore", divide="ignore"):
             apart = np.where(both_nan | (ours == expected), 0, np.abs(ours - expected))
-            ratio = np.where(expected != 0, apart / np.abs(expected), 0)
+            ratio = np.where((expected != 0) & (apart != 0), apart / np.abs(expected), 0)  # 0 / NaN is NaN
         self.absolute, self.relative = max(self.absolute, _largest(apart)), max(self.relative, _largest(ratio))
 
     def line(self) -> str:

@@ -234,6 +234,12 @@ def test_special_tokens_come_from_the_tokenizer_if_nothing_else_names_them(impor
 
 
 @pytest.mark.smoke
+def test_numbers_that_are_nan_on_both_sides_are_equal():
+    found, ours = comparison.TensorDifference("w", (4,), "float32"), np.float32([np.nan, np.inf, 1, 2])
+    found.add(ours, ours + np.float32([0, 0, 0, 0.5]))
+    assert (found.unequal, found.absolute, found.relative) == (1, 0.5, pytest.approx(0.2))
+
+
 def test_compare_tells_rounding_from_differences(imported, tmp_path, capsys, small_pieces):
     folder, run_dir = imported
     assert main(["compare", str(folder), str(run_dir)]) == 0
