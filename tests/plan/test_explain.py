@@ -182,6 +182,9 @@ def test_the_written_file_is_the_config_with_the_settings_of_the_first_row(confi
     settings = next(line for line in printed if line.startswith("The fastest: ")).split()[2:]
     assert load_config(file) == load_config(config, [*own, *settings])
     assert load_config(file).mesh.pipeline == 2 and printed[-1] == f"Written: {file}, for megajax train"
+    found = explained(file, [], 2, H200)
+    figures = f"2 H200s, {1e3 * found.time.total:,.0f} ms a step, {found.gib:.1f} GiB a GPU (estimates)"
+    assert figures in file.read_text().splitlines()[0]
     with pytest.raises(SystemExit):
         main([str(config), "--gpus", "2", *own, f"--write={file}"])
     assert f"--write={file} exists" in capsys.readouterr().err
