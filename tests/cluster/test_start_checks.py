@@ -51,6 +51,7 @@ def test_a_shared_gpu_is_named_with_both_processes():
     [
         ((FOUR[:2], FOUR[2:3]), ("one", "two"), "process 1 on two has 1 GPU and process 0 on one has 2"),
         (([gpu] for gpu in FOUR), ("one", "one", "one", "two"), "uses 1 GPU of host two and 3 of host one"),
+        ((FOUR[:2], FOUR[2:], ["GPU-e", "GPU-f"]), ("one", "one", "two"), "uses 2 GPUs of host two and 4 of host one"),
         ((FOUR, []), ("one", "two"), "process 1 on two has 0 GPUs"),
     ],
 )
