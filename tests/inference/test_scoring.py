@@ -279,8 +279,12 @@ def test_a_run_without_data_is_evaluated_on_its_own(chats, tmp_path, monkeypatch
     }
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     assert evaluate.own_sets(str(run)) == ({"held": str(tmp_path / "held.jsonl")}, None)
+    (tmp_path / "tokens.idx").touch()  # of a set that its prefix names
+    config["data"] = {"kind": "indexed", "train": "a", "valid": "tokens"}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert evaluate.own_sets(str(run)) == ({"tokens": str(tmp_path / "tokens")}, None)
+    config["data"] = {"kind": "chat", "train": "a.jsonl", "tokenizer": "byte"}
     for source in (run, directory / "64"):
-        config["data"].pop("valid_sets", None)
         (run / "config.yaml").write_text(yaml.safe_dump(config))
         with pytest.raises(SystemExit):
             evaluate.main([str(source)])
