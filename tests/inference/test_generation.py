@@ -369,6 +369,17 @@ def test_the_trainings_kernels_are_not_asked_for():
     config = for_inference(megajax.Config.model_validate(content | asked), "bfloat16", 0)
     kernels = choose_kernels(config, Hardware("cpu"))
     assert (kernels.attention, kernels.linear_attention) == ("reference", "reference")
+    # Nor FP8, nor attention within documents: a prompt is one.
+    model |= {"hidden_size": 128, "num_heads": 1, "num_layers": 2, "block_pattern": ["dense"]}
+    trained = content | {"model": model, "data": {"kind": "synthetic", "reset_attention": True}}
+    trained |= {"precision": {"fp8": {"recipe": "current"}}, "batch": {"global_size": 1, "sequence_length": 512}}
+    for hardware in (Hardware("cpu"), Hardware("gpu", "8.0"), Hardware("gpu", "9.0")):
+        used, plain = (
+            for_inference(megajax.Config.model_validate(each), "bfloat16", 0)
+            for each in (trained, trained | {"precision": {}, "data": {"kind": "synthetic"}})
+        )
+        assert choose_kernels(used, hardware) == choose_kernels(plain, hardware)
+        assert not used.precision.fp8.chosen.is_on
 
 
 @pytest.mark.smoke
