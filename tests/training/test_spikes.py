@@ -212,6 +212,8 @@ def test_a_rollback_leaves_out_the_batches_and_a_killed_run_repeats_it_bit_for_b
     assert (event["rollback"], event["step"], event["bad_step"], event["left_out_samples"]) == (1, 6, 8, 16)
     assert event["bad_loss"] > 1.1 * event["loss_median"]
     assert '"step": 8' in (tmp_path / "whole/set_aside/1/metrics.jsonl").read_text()
+    # Its samples are not those of its steps, which with run.epochs would else mean another size of the batch.
+    assert trainer("whole", "run.steps=null", "run.epochs=1").step == 9
 
     def killed_in(owner, method):
         with monkeypatch.context() as patch:
