@@ -250,6 +250,8 @@ def test_a_new_run_in_the_same_place_and_a_copy_do_not_see_the_local_checkpoints
     assert build(*MESH).step == 0
     assert build(*MESH, f"run.dir={tmp_path / 'moved'}").step == 0
     crash(build(*MESH, kind=KilledQuickTrainer), 1)
+    shutil.copytree(tmp_path / "run", tmp_path / "copies/run")  # with the same name and the same id
+    assert build(*MESH, f"run.dir={tmp_path / 'copies/run'}").step == 0
     monkeypatch.chdir(tmp_path)
     assert build(*MESH, "run.dir=run").step == 1
 
