@@ -145,6 +145,21 @@ def test_the_disk_of_each_host_is_measured_once(rank, measures, monkeypatch):
     assert measured == [hosts[rank]] * measures
 
 
+@pytest.mark.parametrize(("hosts", "status"), [(["a", "a"], 0), (["a", "b"], 1)])
+def test_sockets_are_a_problem_between_hosts_and_not_between_processes_of_one(hosts, status, monkeypatch, capsys):
+    here = SimpleNamespace(rank=1, size=2, hosts=hosts, is_first=False, agree=lambda value, judge: judge([value] * 2))
+    monkeypatch.setattr(cluster, "current", lambda: here)
+    monkeypatch.setattr(joining, "start_processes", lambda: None)
+    monkeypatch.setattr(command.socket, "gethostname", lambda: "a")
+    for name in ("link_rates", "groups"):
+        monkeypatch.setattr(command, name, lambda *_: [])
+    monkeypatch.setattr(command, "matmul_rates", lambda *_: [measurements.Sample("matmul", "a", 1.0, "TFLOP/s")])
+    monkeypatch.setattr(network, "chosen", lambda _: "Socket")
+    options = Namespace(rates=None, matrix=1, megabytes=1, disk_megabytes=1, directory=None, threshold=0.8)
+    assert command.preflight(None, options, None) == status
+    assert ("NCCL uses TCP sockets" in capsys.readouterr().out) == bool(status)
+
+
 def test_the_clock_takes_the_best_round(monkeypatch):
     times = iter([0, 10, 10, 15, 15, 30])  # 10, 5 and 15 s for CALLS calls
     monkeypatch.setattr(measurements.time, "perf_counter", lambda: next(times))
