@@ -89,7 +89,7 @@ class MoE(Sublayer):
         assert c.num_experts is not None
         comm, inputs, state = ctx.comm, ctx.inputs, ctx.state
         training, real = inputs.has_metrics, inputs.real
-        tokens = h.shape[0] * comm.token_shards if real is None else real.num_tokens
+        tokens = ctx.num_tokens(len(h))
         if inputs.jitter_key is not None:
             h = ops.router.jitter(h, r.jitter, jax.random.fold_in(inputs.jitter_key, ctx.layer), inputs.token_ids)
         logits = add_bias(ops.router.router_logits(h, w["router"], comm.elementwise), w.get("router_bias"))

@@ -81,9 +81,12 @@ class LayerContext:
     def share_of_mean(self, values: jax.Array) -> jax.Array:
         """This device's share, FP32, of the mean of `values [T / tensor]` over a microbatch's real tokens: a metric."""
         values, real = values.astype(jnp.float32), self.inputs.real
-        if real is None:
-            return jnp.sum(values) / (len(values) * self.comm.token_shards)
-        return jnp.sum(jnp.where(real.is_real, values, 0)) / real.num_tokens
+        counted = values if real is None else jnp.where(real.is_real, values, 0)
+        return jnp.sum(counted) / self.num_tokens(len(values))
+
+    def num_tokens(self, own: int) -> jax.Array | int:
+        """The number of a microbatch's real tokens over all devices, if this one's residual stream has `own` tokens."""
+        return own * self.comm.token_shards if self.inputs.real is None else self.inputs.real.num_tokens
 
 
 class Sublayer(nnx.Module):
